@@ -1,0 +1,1 @@
+"""What one layer does for one segment."""

@@ -1,0 +1,7 @@
+"""Prefix state: what a prompt leaves for the tokens behind it."""
+
+from longstraw_megatron.state.boundaries import BoundaryStates
+from longstraw_megatron.state.pages import Page, PagedRows, PageView
+from longstraw_megatron.state.prefix import PrefixState, StateOptions
+
+__all__ = ["BoundaryStates", "Page", "PageView", "PagedRows", "PrefixState", "StateOptions"]

@@ -1,0 +1,57 @@
+"""Recurrent state of one layer at segment boundaries: what the segment from boundary i starts with.
+
+Boundary 0 is the start of the prompt, where the state is zero and nothing is stored.
+"""
+
+import torch
+from torch import Tensor
+
+
+class BoundaryStates:
+    """(conv_tail [W-1, C], recurrent_state [H, K, V] float32) at each boundary, with gradient accumulators.
+
+    `keep_all=False` (a detached prompt) keeps the last boundary only.
+    """
+
+    def __init__(self, *, keep_all: bool, parent: "BoundaryStates | None" = None):
+        self.keep_all = keep_all
+        self.parent = parent
+        self._values: dict[int, tuple[Tensor, ...]] = {}
+        self._grads: dict[int, tuple[Tensor, ...]] = {}
+
+    def put(self, boundary: int, *values: Tensor) -> None:
+        if not self.keep_all:
+            self._values.clear()
+        self._values[boundary] = tuple(value.detach() for value in values)
+
+    def get(self, boundary: int) -> tuple[Tensor, ...]:
+        return self._owner(boundary)._values[boundary]
+
+    def add_grad(self, boundary: int, *grads: Tensor) -> None:
+        """Add to the gradient of the state at `boundary`."""
+        owner = self._owner(boundary)
+        if boundary not in owner._grads:
+            owner._grads[boundary] = tuple(torch.zeros_like(value) for value in owner._values[boundary])
+        for accumulator, grad in zip(owner._grads[boundary], grads, strict=True):
+            accumulator += grad
+
+    def grad(self, boundary: int) -> tuple[Tensor, ...] | None:
+        """The gradient accumulated for the state at `boundary`, or None where none ever came."""
+        return self._owner(boundary)._grads.get(boundary)
+
+    def truncate(self, boundary: int) -> None:
+        """Forget the states behind `boundary`."""
+        for table in (self._values, self._grads):
+            for later in [key for key in table if key > boundary]:
+                del table[later]
+
+    def value_bytes(self) -> int:
+        return sum(value.nbytes for values in self._values.values() for value in values)
+
+    def grad_bytes(self) -> int:
+        return sum(grad.nbytes for grads in self._grads.values() for grad in grads)
+
+    def _owner(self, boundary: int) -> "BoundaryStates":
+        if boundary in self._values or self.parent is None:
+            return self
+        return self.parent._owner(boundary)

@@ -1,0 +1,83 @@
+"""What a prompt leaves behind on one rank and pipeline stage: DESIGN section 2's table.
+
+A layer asks for its table by kind and layer number; it is made on first use. Forward never changes a state except
+in prefill; gradients are added in backward only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longstraw_megatron.state.boundaries import BoundaryStates
+from longstraw_megatron.state.pages import PagedRows
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How prefix state is kept."""
+
+    exact: bool  # gradients flow into the prompt: keep every boundary, make accumulators
+    page_length: int = 65536  # rows
+    grad_dtype: torch.dtype | None = None  # None: float32, or float64 for float64 state
+
+
+class PrefixState:
+    """State of one prompt (or, forked, of a branch's own path behind it).
+
+    Kinds of rows: `kv` (k, v of softmax attention), `latent` (MLA latent with the roped key), `index_key` (DSA
+    indexer). `num_rows` is what this rank expects to hold in all.
+    """
+
+    def __init__(self, options: StateOptions, *, num_rows: int | None = None, parent: "PrefixState | None" = None):
+        self.options = options
+        self.num_rows = num_rows
+        self.parent = parent
+        self.experts: dict[tuple[int, int], Tensor] = {}  # (layer_number, segment index) -> uint8/int16 [tokens, top-k]
+        self._rows: dict[tuple[str, int], PagedRows] = {}
+        self._boundaries: dict[int, BoundaryStates] = {}
+
+    @property
+    def exact(self) -> bool:
+        return self.options.exact
+
+    def fork(self) -> "PrefixState":
+        """A state behind this one, for the segments of one branch: reads both, appends to itself."""
+        return PrefixState(self.options, parent=self)
+
+    def rows(self, kind: str, layer_number: int) -> PagedRows:
+        key = (kind, layer_number)
+        if key not in self._rows:
+            if self.parent is not None:
+                self._rows[key] = self.parent.rows(kind, layer_number).fork()
+            else:
+                self._rows[key] = PagedRows(
+                    page_length=self.options.page_length, capacity=self.num_rows, grad_dtype=self.options.grad_dtype
+                )
+        return self._rows[key]
+
+    def boundaries(self, layer_number: int) -> BoundaryStates:
+        if layer_number not in self._boundaries:
+            parent = self.parent.boundaries(layer_number) if self.parent is not None else None
+            keep_all = self.options.exact or parent is not None
+            self._boundaries[layer_number] = BoundaryStates(keep_all=keep_all, parent=parent)
+        return self._boundaries[layer_number]
+
+    def truncate(self, *, num_rows: int, boundary: int) -> None:
+        """Forget everything behind `boundary`, where this rank held `num_rows` rows: its walk is done."""
+        for rows in self._rows.values():
+            rows.truncate(num_rows)
+        for boundaries in self._boundaries.values():
+            boundaries.truncate(boundary)
+        for key in [key for key in self.experts if key[1] >= boundary]:
+            del self.experts[key]
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by item: rows, boundaries, experts, and the gradients of the first two."""
+        return {
+            "rows": sum(rows.value_bytes() for rows in self._rows.values()),
+            "rows_grad": sum(rows.grad_bytes() for rows in self._rows.values()),
+            "boundaries": sum(states.value_bytes() for states in self._boundaries.values()),
+            "boundaries_grad": sum(states.grad_bytes() for states in self._boundaries.values()),
+            "experts": sum(experts.nbytes for experts in self.experts.values()),
+        }
