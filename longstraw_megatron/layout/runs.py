@@ -70,7 +70,9 @@ class SegmentLayout:
 
     def packed_index(self, cp_rank: int) -> list[int]:
         """For each valid row of the rank's shard, its token's place in the packed order."""
-        return [self.sequence_starts[run.sequence] + run.start + i for run in self.runs[cp_rank] for i in range(run.length)]
+        return [
+            self.sequence_starts[run.sequence] + run.start + i for run in self.runs[cp_rank] for i in range(run.length)
+        ]
 
     def token_offsets(self, cp_rank: int) -> list[int]:
         """For each row, its token's place in its own sequence; 0 for padding."""
@@ -95,7 +97,9 @@ def cut_sequences(
     rank r pieces r and 2 * cp_size - 1 - r, which balances causal attention. A rank may get nothing of a sequence.
     """
     if cp_size < 1 or multiple < 1 or any(length < 0 for length in lengths):
-        raise ValueError(f"cut_sequences needs cp_size, multiple >= 1 and lengths >= 0, got {cp_size=} {multiple=} {lengths=}.")
+        raise ValueError(
+            f"cut_sequences needs cp_size, multiple >= 1 and lengths >= 0, got {cp_size=} {multiple=} {lengths=}."
+        )
     shards: list[list[Run]] = [[] for _ in range(cp_size)]
     offsets = [0] * cp_size
     pieces = cp_size if style == "contiguous" or cp_size == 1 else 2 * cp_size

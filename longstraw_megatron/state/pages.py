@@ -131,5 +131,8 @@ class PagedRows:
     def _accumulators(self, page: Page) -> tuple[Tensor, ...]:
         if page.grads is None:
             dtype = self.grad_dtype
-            page.grads = tuple(torch.zeros_like(t, dtype=dtype or (t.dtype if t.dtype == torch.float64 else torch.float32)) for t in page.tensors)
+            page.grads = tuple(
+                torch.zeros_like(t, dtype=dtype or (t.dtype if t.dtype == torch.float64 else torch.float32))
+                for t in page.tensors
+            )
         return page.grads
