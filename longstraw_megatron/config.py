@@ -1,0 +1,268 @@
+"""What a run can be told: frozen dataclasses, filled from the YAML files of `hydra_configs/`, which hold the defaults.
+
+`build_config(tree)` turns a plain tree of dicts, lists and numbers into a `Config`. Everything that can be judged
+without a model or a process group is judged here, in one sentence that names the key.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longstraw_megatron.config_tree import parse_dataclass
+from longstraw_megatron.errors import RefusedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model's shape, in the keys of a Hugging Face config.json, and where its weights are."""
+
+    name: str
+    hf_path: str | None  # a checkpoint folder: config.json and safetensors; None: random weights of `hf_config`
+    hf_config: dict[str, Any]  # the text model's config.json; that of `hf_path` where one is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsConfig:
+    path: str | None
+    format: Literal["auto", "jsonl"]
+    tokenizer: str | None  # for text instead of tokens: `bytes`, or a folder or file that holds a tokenizer.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    hf_path: str | None  # checkpoint folder of the reference policy; None: the file must have ref_logprobs if needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance weights for tokens that the inference engine sampled under slightly different probabilities."""
+
+    level: Literal["none", "token", "sequence"]
+    mode: Literal["truncate", "mask"]  # weights beyond the bounds are clamped, or their tokens left out
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """The loss; `hydra_configs/objective/` has the named ones."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    kl_type: Literal["k1", "k2", "k3"]
+    aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
+    rollout_correction: RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Megatron's sizes; the data-parallel size follows from the number of processes."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int  # virtual stages on each pipeline rank
+    ep: int
+    etp: int
+    sp: bool  # `auto` in the files: whether tp > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistConfig:
+    timeout_s: int  # how long a silent rank is waited for, seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """The prefix state of a prompt."""
+
+    page_length: int  # rows of a page
+    grad_dtype: Literal["auto", "fp32", "bf16"]  # of the gradient accumulators; auto: fp32, fp64 for precision=fp64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    max_live_prefixes: int  # prompts of one stage whose state is held at the same time
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW; names are those of Megatron's optimizer and its learning-rate schedule where both have them."""
+
+    lr: float
+    min_lr: float
+    lr_decay_style: Literal["constant", "linear", "cosine"]
+    lr_warmup_steps: int
+    lr_decay_steps: int | None  # None: trainer.max_steps
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    clip_grad: float  # 0: no clipping
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    max_steps: int  # optimizer steps
+    save_dir: str | None
+    save_every: int | None  # steps between checkpoints; None with a save_dir: after the last step only
+    keep: int | None  # newest checkpoints that are kept; None: all
+    resume: str | None  # a checkpoint folder, or `latest` for the newest in save_dir
+    export_grads: str | None
+    export_logprobs: str | None
+    export_hf: str | None  # folder for the final weights as a Hugging Face checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    mode: Literal["offline", "online", "disabled"]
+    project: str
+    entity: str | None
+    name: str | None
+    group: str | None
+    job_type: str | None
+    id: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run. Lengths are in tokens."""
+
+    model: ModelConfig
+    rollouts: RolloutsConfig
+    reference: ReferenceConfig
+    gradient: Literal["exact", "detached"]
+    objective: ObjectiveConfig
+    parallel: ParallelConfig
+    dist: DistConfig
+    segment_length: int
+    branches_per_microbatch: int
+    recompute: Literal["none", "full", "selective"]
+    groups_per_step: int | Literal["all"]
+    logprob_block: int  # response tokens whose logits exist at the same time
+    state: StateConfig
+    schedule: ScheduleConfig
+    precision: Literal["auto", "bf16", "fp32", "fp64"]
+    device: Literal["auto", "cpu", "cuda"]
+    seed: int
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    run_dir: str
+    wandb: WandbConfig
+    prompt_length: int  # this and the next three: the workload and output of `longstraw bench`
+    response_length: int
+    group_size: int
+    format: Literal["table", "json"]
+
+    def __post_init__(self):
+        _check(self)
+
+
+AT_LEAST = {
+    0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps")
+    + ("optimizer.weight_decay", "optimizer.clip_grad", "objective.clip_low", "objective.clip_high")
+    + ("objective.kl_coef", "objective.rollout_correction.low", "objective.rollout_correction.high"),
+    1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
+    + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
+    + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size")
+    + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
+}
+
+
+def get_key(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check(config: Config) -> None:
+    for least, keys in AT_LEAST.items():
+        for key in keys:
+            value = get_key(config, key)
+            if isinstance(value, int | float) and not value >= least:
+                raise RefusedError(f"{key} must be at least {least}, got {value}.")
+    parallel, trainer, optimizer = config.parallel, config.trainer, config.optimizer
+    if parallel.sp and parallel.tp == 1:
+        raise RefusedError("parallel.sp=true needs parallel.tp above 1, got 1; leave parallel.sp=auto.")
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise RefusedError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1, got 1; set parallel.vpp=1.")
+    if config.precision == "fp64" and config.device == "cuda":
+        raise RefusedError("precision=fp64 runs on device=cpu only, got device=cuda; choose fp32 or bf16.")
+    correction = config.objective.rollout_correction
+    if correction.low > correction.high:
+        raise RefusedError(
+            f"objective.rollout_correction.low must not exceed .high, got {correction.low} and {correction.high}."
+        )
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise RefusedError(f"optimizer.betas must lie in [0, 1), got {list(optimizer.betas)}.")
+    if not optimizer.eps > 0:
+        raise RefusedError(f"optimizer.eps must be above 0, got {optimizer.eps}.")
+    if optimizer.min_lr > optimizer.lr:
+        raise RefusedError(f"optimizer.min_lr must not exceed optimizer.lr, got {optimizer.min_lr} and {optimizer.lr}.")
+    if trainer.save_dir is None:
+        for key, value in (("save_every", trainer.save_every), ("keep", trainer.keep)):
+            if value is not None:
+                raise RefusedError(f"trainer.{key}={value} needs trainer.save_dir, got none; name a folder.")
+        if trainer.resume == "latest":
+            raise RefusedError("trainer.resume=latest looks in trainer.save_dir, got none; name the folder.")
+
+
+def check_world_size(config: Config, world_size: int) -> int:
+    """The data-parallel size that `world_size` processes leave; refused where the layout doesn't divide it."""
+    p = config.parallel
+    for sizes, product in (("tp * cp * pp", p.tp * p.cp * p.pp), ("ep * etp * pp", p.ep * p.etp * p.pp)):
+        if world_size % product:
+            raise RefusedError(
+                f"The number of processes must be a multiple of parallel.{{{sizes}}} = {product}, got {world_size}; "
+                "change --nproc-per-node or the parallel sizes."
+            )
+    return world_size // (p.tp * p.cp * p.pp)
+
+
+def resolve_auto(config: Config, *, cuda_available: bool) -> Config:
+    """`device` and `precision` with `auto` replaced: CUDA and bf16 where there is a GPU, else CPU and fp32."""
+    if config.device == "cuda" and not cuda_available:
+        raise RefusedError(
+            "device=cuda needs a GPU that torch can see, got none; set device=cpu or run longstraw doctor."
+        )
+    device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
+    precision = ("bf16" if device == "cuda" else "fp32") if config.precision == "auto" else config.precision
+    return dataclasses.replace(config, device=device, precision=precision)
+
+
+def read_hf_config(folder: str) -> dict[str, Any]:
+    """The text model's config.json of a Hugging Face checkpoint folder, with the folder's `architectures`."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise RefusedError(
+            f"model.hf_path must be a checkpoint folder with a config.json, got {folder}, which has none."
+        )
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RefusedError(f"{path} must be JSON, got: {error}.") from error
+    text = tree.get("text_config", tree) if isinstance(tree, dict) else None
+    if not isinstance(text, dict) or "vocab_size" not in text:
+        raise RefusedError(f"{path} must describe a language model, got no vocab_size in it.")
+    return {**text, "architectures": tree.get("architectures") or text.get("architectures") or []}
+
+
+def build_config(tree: dict[str, Any]) -> Config:
+    """A `Config` of a plain tree that has every key.
+
+    `parallel.sp=auto` becomes whether tp > 1, and `model.hf_config` that of `model.hf_path` where one is given.
+    RefusedError names the first key that is unknown or has a bad value.
+    """
+    parallel, model = tree.get("parallel"), tree.get("model")
+    if isinstance(parallel, dict) and parallel.get("sp") == "auto":
+        tree = tree | {"parallel": parallel | {"sp": isinstance(parallel.get("tp"), int) and parallel["tp"] > 1}}
+    if isinstance(model, dict) and model.get("hf_path") is not None:
+        hf_path = str(model["hf_path"])
+        tree = tree | {"model": model | {"name": Path(hf_path).name, "hf_config": read_hf_config(hf_path)}}
+    return parse_dataclass(Config, tree)
