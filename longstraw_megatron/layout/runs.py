@@ -89,12 +89,18 @@ class SegmentLayout:
 
 
 def cut_sequences(
-    lengths: tuple[int, ...] | list[int], *, cp_size: int = 1, multiple: int = 1, style: Style = "contiguous"
+    lengths: tuple[int, ...] | list[int],
+    *,
+    cp_size: int = 1,
+    multiple: int = 1,
+    style: Style = "contiguous",
+    min_rows: int = 1,
 ) -> SegmentLayout:
     """Cut sequences of `lengths` tokens over `cp_size` ranks.
 
     `contiguous` gives rank r the r-th of cp_size pieces of each sequence; `zigzag` cuts 2 * cp_size pieces and gives
     rank r pieces r and 2 * cp_size - 1 - r, which balances causal attention. A rank may get nothing of a sequence.
+    `min_rows` pads every shard to at least so many rows (ranks in lockstep run segments of equal size).
     """
     if cp_size < 1 or multiple < 1 or any(length < 0 for length in lengths):
         raise ValueError(
@@ -116,5 +122,5 @@ def cut_sequences(
             else:
                 shards[cp_rank].append(Run(sequence, start, stop - start, offsets[cp_rank]))
             offsets[cp_rank] += stop - start
-    rows = max(max(offsets), 1)
+    rows = max(*offsets, min_rows, 1)
     return SegmentLayout(tuple(lengths), tuple(tuple(shard) for shard in shards), -(-rows // multiple) * multiple)

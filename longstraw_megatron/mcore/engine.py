@@ -1,0 +1,236 @@
+"""The interpreter: runs one rank's list of actions on its model chunks.
+
+What an action does is told here and nowhere else; which actions come in which order is the plan's (schedule/). A
+stage keeps its input of every prompt segment from PREFILL to PROMPT_BACKWARD, and one live graph per microbatch
+between FORWARD and BACKWARD.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from longstraw_megatron.comm.pipeline import StageLink
+from longstraw_megatron.errors import NonFiniteError
+from longstraw_megatron.functional.objective import BranchLoss
+from longstraw_megatron.mcore.group_work import GroupWork
+from longstraw_megatron.mcore.head import LogprobHead, gather_logprobs, hidden_only, scatter_rows
+from longstraw_megatron.mcore.model import unwrap
+from longstraw_megatron.mcore.monitor import Monitor
+from longstraw_megatron.mcore.parallel import ParallelContext
+from longstraw_megatron.mcore.segment_pass import SegmentPass
+from longstraw_megatron.schedule.actions import Action, Op
+from longstraw_megatron.segments.segment import Mode
+
+# (group index, branch index, logprobs [R]) -> loss of the branch and its gradient by logprob
+Objective = Callable[[int, int, Tensor], BranchLoss]
+Key = tuple[Op, int, int, int]  # (op, group, unit, stage) of the compute action that a tensor belongs to
+
+
+@dataclass
+class _LiveGraph:
+    """A microbatch between FORWARD and BACKWARD on one stage."""
+
+    stage_input: Tensor | None  # leaf whose gradient goes to the stage before
+    output: Tensor  # hidden states; logprobs of this rank's rows on the last stage
+    grad_output: Tensor | None  # last stage: d loss / d logprob [T]
+
+
+@dataclass
+class StepResult:
+    """Losses by (group, branch), on the ranks of the last stage; logprobs lie on the GroupWorks."""
+
+    losses: dict[tuple[int, int], BranchLoss] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs plans over `chunks` (GPTModels, in DDP or not), one per virtual stage of this pipeline rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        context: ParallelContext,
+        *,
+        monitor: Monitor,
+        link: StageLink | None = None,
+        logprob_block: int | None = None,
+        progress: Callable[[Action], None] | None = None,
+    ):
+        self.chunks: list[GPTModel] = [unwrap(chunk) for chunk in chunks]
+        self.context = context
+        self.monitor = monitor
+        self.link = link
+        self.logprob_block = logprob_block
+        self.progress = progress
+        self.pp_size = context.groups.pp.size()
+        self.num_stages = self.pp_size * len(self.chunks)
+        self._probes = [_probe(chunk) for chunk in self.chunks]
+        self._handlers = {
+            Op.PREFILL: self._prefill,
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.PROMPT_BACKWARD: self._prompt_backward,
+        }
+
+    def run(
+        self, actions: Sequence[Action], works: Sequence[GroupWork], *, objective: Objective | None = None
+    ) -> StepResult:
+        """Run a plan over the prompt groups of `works`; without an objective, branches are only scored (no graph)."""
+        self._works, self._objective = works, objective
+        self._result = StepResult()
+        self._kept: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
+        self._live: dict[tuple[int, int, int], _LiveGraph] = {}
+        self._arrived: dict[Key, Tensor] = {}
+        self._leaving: dict[Key, Tensor] = {}
+        for action in actions:
+            if action.op.is_compute:
+                self._handlers[action.op](action)
+                if self.progress is not None:
+                    self.progress(action)
+            else:
+                self._transfer(action)
+        if self.link is not None:
+            self.link.wait()
+        return self._result
+
+    def _prefill(self, action: Action) -> None:
+        work, chunk = self._works[action.group], self._chunk(action)
+        segment = work.prompt_pass(action.unit, Mode.PREFILL, chunk)
+        stage_input = self._arrived.pop(_key(action), None)
+        with self._phase("prefill", action, segment), torch.no_grad():
+            out = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
+        if stage_input is not None and segment.state.exact and self._objective is not None:
+            self._kept[action.group, action.unit, action.stage] = stage_input
+        self._send_later(action, out)
+
+    def _forward(self, action: Action) -> None:
+        work, chunk = self._works[action.group], self._chunk(action)
+        segment = work.branch_pass(action.unit, chunk)
+        stage_input = self._arrived.pop(_key(action), None)
+        with_graph = self._objective is not None
+        head = LogprobHead(work.branch_targets(action.unit), self.context.groups.tp, self.logprob_block)
+        with self._phase("replay", action, segment), torch.set_grad_enabled(with_graph):
+            if stage_input is not None and with_graph:
+                stage_input.requires_grad_()
+            out = self._model_forward(chunk, segment, work.branch_ids(action.unit), stage_input, head)
+            grad_output = None
+            if action.stage == self.num_stages - 1:
+                grad_output = self._judge(action, work, segment, out.detach())
+        if with_graph:
+            self._live[action.group, action.unit, action.stage] = _LiveGraph(stage_input, out, grad_output)
+        self._send_later(action, out.detach())
+
+    def _judge(self, action: Action, work: GroupWork, segment: SegmentPass, logprobs: Tensor) -> Tensor | None:
+        """Whole branches' logprobs to the objective; returns its gradient for this rank's rows [T]."""
+        layout, branches = segment.layout, work.microbatches[action.unit]
+        if not branches:
+            return torch.zeros_like(logprobs)
+        whole = gather_logprobs(logprobs, layout, segment.cp_rank, self.context.groups.cp)
+        grads = []
+        for branch, values in zip(branches, whole, strict=True):
+            work.logprobs[branch] = values
+            if not torch.isfinite(values).all():
+                raise NonFiniteError("logprobs").at(work.group.group_id, branch)
+            if self._objective is not None:
+                loss = self._objective(action.group, branch, values)
+                self._result.losses[action.group, branch] = loss
+                grads.append(loss.grad_logprobs.to(logprobs))
+        return scatter_rows(torch.cat(grads), layout, segment.cp_rank) if grads else None
+
+    def _backward(self, action: Action) -> None:
+        live = self._live.pop((action.group, action.unit, action.stage))
+        segment_tokens = sum(self._works[action.group].branch_layouts[action.unit].lengths)
+        grad = self._arrived.pop(_key(action), None) if live.grad_output is None else live.grad_output
+        with self.monitor.phase("branch_backward", tokens=segment_tokens, label=str(action)):
+            torch.autograd.backward(live.output, grad)
+        self._check_finite(action)
+        if live.stage_input is not None:
+            self._send_later(action, live.stage_input.grad)
+
+    def _prompt_backward(self, action: Action) -> None:
+        work, chunk = self._works[action.group], self._chunk(action)
+        segment = work.prompt_pass(action.unit, Mode.WALK, chunk)
+        stage_input = self._kept.pop((action.group, action.unit, action.stage), None)
+        with self._phase("prompt_backward", action, segment):
+            if stage_input is not None:
+                stage_input = stage_input.detach().requires_grad_()
+            hidden = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
+            # The state's gradient enters inside the layers; the last hidden states themselves lead nowhere.
+            grad = self._arrived.pop(_key(action), None)
+            hidden.backward(torch.zeros_like(hidden) if grad is None else grad)
+        work.release(action.unit, chunk)
+        self._check_finite(action)
+        if stage_input is not None:
+            self._send_later(action, stage_input.grad)
+
+    def _check_finite(self, action: Action) -> None:
+        """Look at one small gradient near the chunk's input, where a NaN of any later layer arrives, and name it."""
+        probe = self._probes[self._chunk(action)]
+        if probe is not None and not torch.isfinite(probe.main_grad).all():
+            work = self._works[action.group]
+            is_branch = action.op is Op.BACKWARD
+            branch = work.microbatches[action.unit][0] if is_branch and work.microbatches[action.unit] else None
+            raise NonFiniteError("a gradient").at(work.group.group_id if work.group else "(filler)", branch)
+
+    def _model_forward(
+        self, chunk: int, segment: SegmentPass, ids: Tensor, stage_input: Tensor | None, head: Callable
+    ) -> Tensor:
+        model = self.chunks[chunk]
+        decoder_input = None
+        if model.pre_process:
+            decoder_input = model.embedding(input_ids=ids, position_ids=None)
+            if torch.is_grad_enabled() and not decoder_input.requires_grad:
+                # with a frozen embedding, a checkpointed decoder would silently lose every gradient
+                decoder_input.requires_grad_()
+        else:
+            model.set_input_tensor(stage_input)
+        return model(
+            input_ids=ids,
+            position_ids=None,
+            attention_mask=None,
+            decoder_input=decoder_input,
+            packed_seq_params=segment,
+            output_processor=head,
+        )
+
+    def _transfer(self, action: Action) -> None:
+        """Receive into, or send out of, what the compute action `action.of` needs or made."""
+        key = (action.of, action.group, action.unit, action.stage)
+        forward = action.op in (Op.RECV_FORWARD, Op.SEND_FORWARD)
+        if action.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+            self.link.send(self._leaving.pop(key), forward=forward)
+        else:
+            self._arrived[key] = self.link.receive(
+                self._shape_of(action), self.chunks[0].config.pipeline_dtype, forward=forward
+            )
+
+    def _shape_of(self, action: Action) -> tuple[int, int, int]:
+        """Hidden states between stages: [rows (/ TP under sequence parallelism), 1, D]."""
+        work = self._works[action.group]
+        layouts = work.segment_layouts if action.of in (Op.PREFILL, Op.PROMPT_BACKWARD) else work.branch_layouts
+        config = self.chunks[0].config
+        return layouts[action.unit].rows // self.context.row_multiple, 1, config.hidden_size
+
+    def _send_later(self, action: Action, tensor: Tensor) -> None:
+        forward = action.op in (Op.PREFILL, Op.FORWARD)
+        if (forward and action.stage < self.num_stages - 1) or (not forward and action.stage > 0):
+            self._leaving[_key(action)] = tensor
+
+    def _chunk(self, action: Action) -> int:
+        return action.stage // self.pp_size
+
+    def _phase(self, name: str, action: Action, segment: SegmentPass):
+        return self.monitor.phase(name, tokens=segment.layout.num_tokens, label=str(action))
+
+
+def _probe(chunk: GPTModel) -> nn.Parameter | None:
+    """The smallest trainable parameter of the chunk's first layer that DDP gave a main_grad."""
+    parameters = chunk.decoder.layers[0].parameters() if len(chunk.decoder.layers) else ()
+    candidates = [p for p in parameters if p.requires_grad and hasattr(p, "main_grad")]
+    return min(candidates, key=nn.Parameter.numel, default=None)
+
+
+def _key(action: Action) -> Key:
+    return action.op, action.group, action.unit, action.stage

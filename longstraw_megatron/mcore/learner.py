@@ -1,0 +1,224 @@
+"""The GRPO transaction on one model: score, gradients of a global batch, update.
+
+A global batch is a list of prompt groups. `compute_gradients` leaves the complete gradient in `main_grad`; `update`
+clips and steps once. Losses are divided by global counts, so gradients are summed and never averaged.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.comm.pipeline import StageLink
+from longstraw_megatron.errors import NonFiniteError
+from longstraw_megatron.functional.advantages import group_advantages
+from longstraw_megatron.functional.objective import BranchLoss, Denominators, branch_objective
+from longstraw_megatron.functional.objective_config import ObjectiveConfig
+from longstraw_megatron.functional.objective_stats import (
+    MAXIMA,
+    MINIMA,
+    SUMS,
+    empty_stats,
+    merge_stats,
+    summarize_stats,
+)
+from longstraw_megatron.mcore.engine import Engine
+from longstraw_megatron.mcore.group_work import CutOptions, GroupWork, cut_group
+from longstraw_megatron.mcore.lockstep import assign_step
+from longstraw_megatron.mcore.model import unwrap
+from longstraw_megatron.mcore.monitor import Monitor
+from longstraw_megatron.mcore.parallel import ParallelContext
+from longstraw_megatron.mcore.reductions import finalize_grads
+from longstraw_megatron.schedule import Action, Description, GroupShape, make_plan
+from longstraw_megatron.state import StateOptions
+
+Logprobs = dict[tuple[int, int], np.ndarray]  # (group, branch) -> [R] float64
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    cut: CutOptions
+    state: StateOptions
+    objective: ObjectiveConfig
+    logprob_block: int | None = None
+    max_live_prefixes: int = 1
+
+
+class Learner:
+    """`chunks` are this rank's model chunks, in DDP to train and bare to score only."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        context: ParallelContext,
+        options: LearnerOptions,
+        *,
+        link: StageLink | None = None,
+        monitor: Monitor | None = None,
+        progress: Callable[[Action], None] | None = None,
+    ):
+        self.chunks = list(chunks)
+        self.context = context
+        self.options = options
+        self.monitor = monitor or Monitor(context.device)
+        self.engine = Engine(
+            chunks,
+            context,
+            monitor=self.monitor,
+            link=link,
+            logprob_block=options.logprob_block,
+            progress=progress,
+        )
+
+    def score(self, groups: Sequence[PromptGroup]) -> Logprobs:
+        """Logprobs of every response token under the current weights, without a graph, on every rank."""
+        detached = StateOptions(exact=False, page_length=self.options.state.page_length)
+        indices, works, actions = self._prepare(groups, detached, forward_only=True)
+        self.engine.run(actions, works)
+        return self._share_logprobs(indices, works)
+
+    def compute_gradients(
+        self,
+        groups: Sequence[PromptGroup],
+        *,
+        old_logprobs: Logprobs | None = None,
+        ref_logprobs: Logprobs | None = None,
+    ) -> tuple[dict[str, float], Logprobs]:
+        """Gradient of the objective over all of `groups`, complete on every rank; statistics and logprobs.
+
+        `old_logprobs` and `ref_logprobs` go before those that came with the rollouts; where neither has old ones, the
+        ratio is taken to the current weights themselves. Raises NonFiniteError before any weight changes.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        indices, works, actions = self._prepare(groups, self.options.state, forward_only=False)
+        objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
+        result = self.engine.run(actions, works, objective=objective)
+        with self.monitor.phase("reduce"):
+            finalize_grads(self.chunks, self.context)
+        stats = self._reduce_stats(list(result.losses.values()))
+        self._check_finite(groups)
+        return summarize_stats(stats), self._share_logprobs(indices, works)
+
+    def _prepare(
+        self, groups: Sequence[PromptGroup], state: StateOptions, *, forward_only: bool
+    ) -> tuple[list[int | None], list[GroupWork], list[Action]]:
+        pg, options = self.context.groups, self.options
+        config = unwrap(self.chunks[0]).config
+        step = assign_step(
+            groups,
+            dp_size=pg.dp.size(),
+            cut=options.cut,
+            cp_size=pg.cp.size(),
+            exact=state.exact,
+            recompute=config.recompute_granularity == "full",
+            lockstep=config.num_moe_experts is not None and pg.ep.size() > 1 and pg.dp.size() > 1,
+        )[pg.dp.rank()]
+        works = [
+            GroupWork(
+                None if index is None else groups[index],
+                cut_group(None if index is None else groups[index], options.cut, cp_size=pg.cp.size(), rows=rows),
+                state,
+                cp_rank=pg.cp.rank(),
+                num_chunks=len(self.chunks),
+                device=self.context.device,
+            )
+            for index, rows in step
+        ]
+        plan = make_plan(
+            Description(
+                groups=tuple(GroupShape(len(work.segment_layouts), len(work.branch_layouts)) for work in works),
+                pp_size=pg.pp.size(),
+                vpp_size=len(self.chunks),
+                exact=state.exact,
+                forward_only=forward_only,
+                max_live_prefixes=options.max_live_prefixes,
+            )
+        )
+        return [index for index, _ in step], works, plan[pg.pp.rank()]
+
+    def _objective(self, groups, indices, old_logprobs: Logprobs, ref_logprobs: Logprobs):
+        config = self.options.objective
+        denominators = Denominators.of(
+            [group.loss_tokens for group in groups], [group.response_lengths for group in groups]
+        )
+        advantages = [
+            group_advantages(
+                [branch.reward for branch in group.branches],
+                [branch.advantage for branch in group.branches],
+                divide_by_std=config.divide_by_std,
+            )
+            for group in groups
+        ]
+
+        def as_tensor(array: np.ndarray | None) -> torch.Tensor | None:
+            return None if array is None else torch.from_numpy(np.asarray(array))
+
+        def objective(place: int, branch_index: int, logprobs: torch.Tensor) -> BranchLoss:
+            index = indices[place]
+            group = groups[index]
+            branch = group.branches[branch_index]
+            try:
+                return branch_objective(
+                    logprobs,
+                    advantage=float(advantages[index][branch_index]),
+                    group_size=group.group_size,
+                    denominators=denominators,
+                    config=config,
+                    loss_mask=as_tensor(branch.loss_mask),
+                    old_logprobs=as_tensor(old_logprobs.get((index, branch_index), branch.old_logprobs)),
+                    ref_logprobs=as_tensor(ref_logprobs.get((index, branch_index), branch.ref_logprobs)),
+                    rollout_logprobs=as_tensor(branch.rollout_logprobs),
+                )
+            except NonFiniteError as error:
+                raise error.at(group.group_id, branch_index) from error
+
+        return objective
+
+    def _reduce_stats(self, losses: list[BranchLoss]) -> dict[str, torch.Tensor]:
+        """Statistics over all branches of the global batch, on every rank."""
+        stats = empty_stats(self.context.device)
+        for loss in losses:
+            stats = merge_stats(stats, loss.stats)
+        pg = self.context.groups
+        for names, op in ((SUMS, dist.ReduceOp.SUM), (MAXIMA, dist.ReduceOp.MAX), (MINIMA, dist.ReduceOp.MIN)):
+            values = torch.stack([stats[name] for name in names])
+            dist.all_reduce(values, op=op, group=pg.dp)
+            # only the last stage has losses: take its values
+            dist.broadcast(values, src=dist.get_global_rank(pg.pp, pg.pp.size() - 1), group=pg.pp)
+            stats |= dict(zip(names, values.unbind(), strict=True))
+        return stats
+
+    def _share_logprobs(self, indices: list[int | None], works: list[GroupWork]) -> Logprobs:
+        """Every rank's logprobs of its own groups, gathered on every rank."""
+        pg = self.context.groups
+        mine: Logprobs = {}
+        if pg.pp.rank() == pg.pp.size() - 1:
+            for index, work in zip(indices, works, strict=True):
+                for branch, logprobs in work.logprobs.items():
+                    mine[index, branch] = logprobs.double().cpu().numpy()
+        shared: Logprobs = {}
+        for group in (pg.dp, pg.pp):
+            parts: list[Logprobs | None] = [None] * group.size()
+            dist.all_gather_object(parts, mine, group=group)
+            shared = {key: value for part in parts for key, value in part.items()}
+            mine = shared
+        return shared
+
+    def _check_finite(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise on every rank if any gradient anywhere is NaN or Inf."""
+        bad = [
+            name
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all()
+        ]
+        flag = torch.tensor(float(bool(bad)), device=self.context.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag:
+            names = ", ".join(group.group_id for group in groups[:8])
+            raise NonFiniteError(f"the gradient of {bad[0] if bad else 'a parameter of another rank'}").at(names)

@@ -1,0 +1,64 @@
+"""Megatron's optimizer and learning-rate schedule from the run's keys."""
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from longstraw_megatron.config import OptimizerConfig
+from longstraw_megatron.mcore.model import PRECISIONS
+from longstraw_megatron.mcore.parallel import ParallelContext
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    chunks: list[nn.Module],
+    context: ParallelContext,
+    *,
+    precision: str,
+    use_distributed_optimizer: bool,
+) -> MegatronOptimizer:
+    """AdamW over the trainable parameters of DDP-wrapped chunks; float32 main weights under bf16."""
+    dtype = PRECISIONS[precision]
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(
+        megatron_config,
+        chunks,
+        use_gloo_process_groups=context.device.type == "cpu",
+        pg_collection=context.groups,
+    )
+
+
+def build_scheduler(
+    config: OptimizerConfig, optimizer: MegatronOptimizer, *, max_steps: int
+) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule, counted in optimizer steps."""
+    decay_steps = config.lr_decay_steps or max_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if config.lr_warmup_steps else config.lr,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(decay_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=max_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
