@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to read."""
+"""The exceptions that a user is meant to read."""
 
 
 class RefusedError(ValueError):
@@ -7,3 +7,20 @@ class RefusedError(ValueError):
     The message is one sentence: what, got, wanted, what to do. The doors (`train.py`, `cli.py`) print it on one
     rank's stderr and leave with exit code 2.
     """
+
+
+class NonFiniteError(ArithmeticError):
+    """NaN or Inf in logprobs, a loss or a gradient: the step ends before the optimizer.
+
+    `quantity` says what is not finite. Whoever knows which branch it was fills in the names with `at`.
+    """
+
+    def __init__(self, quantity: str, *, group_id: str | None = None, branch: int | None = None):
+        self.quantity, self.group_id, self.branch = quantity, group_id, branch
+        where = "" if group_id is None else f" in group {group_id}"
+        where += "" if branch is None else f", branch {branch}"
+        super().__init__(f"NaN or Inf in {quantity}{where}; the step was stopped before the optimizer.")
+
+    def at(self, group_id: str, branch: int | None = None) -> "NonFiniteError":
+        """The same error with the group and the branch (its index in the group) named."""
+        return NonFiniteError(self.quantity, group_id=group_id, branch=branch)
