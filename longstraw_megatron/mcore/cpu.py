@@ -2,7 +2,7 @@
 
 `cpu_runtime()` holds for a block, `enable_cpu_runtime()` for the life of the process. Importing this file changes
 nothing, and both refuse where CUDA is available, so the GPU path is never touched. What is replaced, and why, is data:
-`cpu_patches()`; file names in the reasons are relative to megatron/core of 0.19.2.
+`cpu_patches()`; files in the reasons are those of megatron/core 0.19.2.
 
 Megatron caches streams, masks and permutations per process: do not mix CPU and CUDA mode in one.
 """
@@ -123,80 +123,67 @@ def _splits_to_numpy(move: Callable) -> Callable:
 
 
 def _cuda_patches() -> Iterator[Patch]:
-    """torch.cuda and the device arguments that name it."""
+    """torch.cuda, and the device arguments that name it."""
     cuda = torch.cuda
-    stream = (
-        "CPU work is synchronous (pipeline_parallel/p2p_communication.py:263, transformer/moe/token_dispatcher.py:469)"
-    )
-    yield Patch(
-        cuda, "current_device", lambda: CPU, "device= of parameters and buffers (tensor_parallel/layers.py:305)"
-    )
+    reason = "work on a CPU is done when the call returns (pipeline_parallel/p2p_communication.py:263)"
     for name in ("synchronize", "empty_cache"):
-        yield Patch(cuda, name, _nothing, stream)
+        yield Patch(cuda, name, _nothing, reason)
     for name in ("current_stream", "default_stream", "Stream", "Event"):
-        yield Patch(cuda, name, _Stream, stream)
-    yield Patch(cuda, "stream", lambda stream=None: contextlib.nullcontext(stream), stream)
-    yield Patch(
-        cuda, "is_current_stream_capturing", lambda: False, "no CUDA graphs (transformer/moe/router_trace.py:268)"
-    )
-    rng = "the random state of a CPU is the CPU generator's (tensor_parallel/random.py:303)"
-    yield Patch(cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state(), rng)
-    yield Patch(cuda, "set_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state), rng)
-    yield Patch(cuda, "manual_seed", lambda seed: torch.manual_seed(seed), rng)
-    move = (
-        "device='cuda' means the CPU (optimizer/clip_grads.py:96, models/common/embeddings/rotary_pos_embedding.py:162)"
-    )
-    yield Patch(torch.Tensor, "cuda", _itself, move)
-    yield Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to), move)
-    yield Patch(torch.Tensor, "pin_memory", _itself, "no pinned memory (models/common/embeddings/rope_utils.py:62)")
-    yield Patch(torch.Tensor, "record_stream", _nothing, stream)
-    yield Patch(torch.nn.Module, "cuda", _itself, move)
-    # a TorchFunctionMode would be shorter, but is off inside backward, where recompute calls them (transformer/utils.py:39)
+        yield Patch(cuda, name, _Stream, reason)
+    yield Patch(cuda, "stream", contextlib.nullcontext, reason)
+    yield Patch(cuda, "is_current_stream_capturing", lambda: False, reason)
+    yield Patch(torch.Tensor, "record_stream", _nothing, reason)
+
+    reason = "the random state is the CPU generator's (tensor_parallel/random.py:303)"
+    yield Patch(cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state(), reason)
+    yield Patch(cuda, "set_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state), reason)
+    yield Patch(cuda, "manual_seed", lambda seed: torch.manual_seed(seed), reason)
+
+    reason = "device='cuda' means the CPU (tensor_parallel/layers.py:305, optimizer/clip_grads.py:96)"
+    yield Patch(cuda, "current_device", lambda: CPU, reason)
+    yield Patch(torch.Tensor, "cuda", _itself, reason)
+    yield Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to), reason)
+    yield Patch(torch.nn.Module, "cuda", _itself, reason)
+    # a TorchFunctionMode would be shorter but is off in backward, where recompute makes masks (transformer/utils.py:39)
     for name in FACTORIES:
-        yield Patch(torch, name, _on_cpu(getattr(torch, name)), move)
-    yield Patch(
-        torch.Tensor,
-        "type",
-        _cuda_type_name(torch.Tensor.type),
-        "the optimizers compare type() with 'torch.cuda.FloatTensor' (optimizer/distrib_optimizer.py:466, clip_grads.py:174)",
-    )
+        yield Patch(torch, name, _on_cpu(getattr(torch, name)), reason)
+    reason = "there is no pinned memory (models/common/embeddings/rope_utils.py:63)"
+    yield Patch(torch.Tensor, "pin_memory", _itself, reason)
+
+    reason = "the optimizers ask for 'torch.cuda.FloatTensor' (optimizer/distrib_optimizer.py:466, clip_grads.py:174)"
+    yield Patch(torch.Tensor, "type", _cuda_type_name(torch.Tensor.type), reason)
 
 
 def _megatron_patches() -> Iterator[Patch]:
-    """Megatron's own functions that only know CUDA."""
-    rng = "the tracker of random states reads CUDA's (tensor_parallel/random.py:113, 140)"
-    yield Patch(megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state(), rng)
-    yield Patch(megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state), rng)
+    """Megatron's own functions that know CUDA only."""
+    reason = "the tracker of random states reads and writes CUDA's (tensor_parallel/random.py:104, 135)"
+    yield Patch(megatron_random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state(), reason)
     yield Patch(
-        token_dispatcher,
-        "maybe_move_tensor_to_cpu",
-        _splits_to_numpy(token_dispatcher.maybe_move_tensor_to_cpu),
-        "all_to_all_single wants lists of sizes, and only CUDA tensors are converted (transformer/moe/moe_utils.py:1184)",
+        megatron_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state), reason
     )
+
+    reason = "all_to_all_single refuses sizes in a tensor, and only a CUDA tensor is converted (moe/moe_utils.py:1184)"
+    move = _splits_to_numpy(token_dispatcher.maybe_move_tensor_to_cpu)
+    yield Patch(token_dispatcher, "maybe_move_tensor_to_cpu", move, reason)
 
 
 def _stand_in_patches() -> Iterator[Patch]:
-    """Transformer Engine's modules and fla's functions, where they are not installed."""
+    """Local modules for Transformer Engine's and torch functions for fla's, where those are not installed."""
     if not HAVE_TE:
-        spec = "Transformer-Engine specs, with their parameter names, from local modules"
-        provider = cpu_modules.CpuSpecProvider
-        yield Patch(layer_specs, "TESpecProvider", provider, f"{spec} (models/gpt/gpt_layer_specs.py:233)")
-        yield Patch(layer_specs, "TENorm", cpu_modules.Norm, f"{spec} (models/gpt/gpt_layer_specs.py:578)")
-        where = "models/gpt/experimental_attention_variant_module_specs.py:453"
-        yield Patch(variant_specs, "TESpecProvider", provider, f"{spec} ({where})")
-        linear = cpu_modules.DuplicatedLinear
-        where = "transformer/experimental_attention_variant/absorbed_mla.py:248"
-        yield Patch(absorbed_mla, "TELinear", linear, f"compared with the spec's class ({where})")
-        yield Patch(
-            mla, "TELinear", linear, "compared with the spec's class (transformer/multi_latent_attention.py:236)"
-        )
+        reason = "TE specs and parameter names without TE (models/gpt/gpt_layer_specs.py:233, 578)"
+        yield Patch(layer_specs, "TESpecProvider", cpu_modules.CpuSpecProvider, reason)
+        yield Patch(layer_specs, "TENorm", cpu_modules.Norm, reason)
+        yield Patch(variant_specs, "TESpecProvider", cpu_modules.CpuSpecProvider, reason)
+
+        reason = "the class that a spec names is built with TE's arguments only if it is this one (absorbed_mla.py:282)"
+        yield Patch(absorbed_mla, "TELinear", cpu_modules.DuplicatedLinear, reason)
+        yield Patch(mla, "TELinear", cpu_modules.DuplicatedLinear, reason)
     if not gdn_common.HAVE_FLA:
-        fla = "the gated delta rule in plain torch, without fla"
-        yield Patch(gdn_common, "HAVE_FLA", True, f"{fla} (ssm/gated_delta_net/common.py:138)")
-        yield Patch(gdn_common, "l2norm", cpu_modules.l2norm, f"{fla} (ssm/gated_delta_net/common.py:46)")
-        yield Patch(gdn, "causal_conv1d", cpu_modules.causal_conv1d, f"{fla} (ssm/gated_delta_net/gdn.py:206)")
-        rule = gdn_common.torch_chunk_gated_delta_rule
-        yield Patch(gdn, "chunk_gated_delta_rule", rule, f"{fla} (ssm/gated_delta_net/gdn.py:60)")
+        reason = "the gated delta rule without fla (ssm/gated_delta_net/common.py:141, 411, gdn.py:62, 214)"
+        yield Patch(gdn_common, "HAVE_FLA", True, reason)
+        yield Patch(gdn_common, "l2norm", cpu_modules.l2norm, reason)
+        yield Patch(gdn, "causal_conv1d", cpu_modules.causal_conv1d, reason)
+        yield Patch(gdn, "chunk_gated_delta_rule", gdn_common.torch_chunk_gated_delta_rule, reason)
 
 
 def cpu_patches() -> list[Patch]:
@@ -216,13 +203,11 @@ _enabled = False
 def _acquire() -> None:
     global _users
     if torch.cuda.is_available():
-        raise RefusedError(
-            "The CPU runtime got a machine with CUDA, wanted one without; use device=cuda or hide the GPUs."
-        )
+        raise RefusedError("The CPU runtime got a machine with CUDA, wanted one without: use device=cuda or hide it.")
     if _users == 0:
         # jit_fuser is torch.compile (jit.py): run what it decorates eagerly instead of compiling in every process
         _applied.enter_context(torch.compiler.set_stance("force_eager"))
-        # the tracker warns where the CPU's random state changes; here it is the very state that must (random.py:353)
+        # the tracker warns where the CPU's random state changes; here it is the very state that must (random.py:332)
         logger = logging.getLogger(megatron_random.__name__)
         logger.addFilter(_is_not_rng_warning)
         _applied.callback(logger.removeFilter, _is_not_rng_warning)
@@ -261,22 +246,11 @@ def enable_cpu_runtime() -> None:
 
 @contextlib.contextmanager
 def fake_rng() -> Iterator[None]:
-    """Under FakeTensorMode: the tracker's fork changes no random state, since it asks a fake one for its value.
-
-    (tensor_parallel/random.py:353 calls `.item()`.)
-    """
+    """Under FakeTensorMode: the tracker's fork leaves the random state alone, since a fake one has no value."""
 
     def fork(self, *args, **kwargs):
         return contextlib.nullcontext()
 
-    with applied(
-        [
-            Patch(
-                megatron_random.CudaRNGStatesTracker,
-                "fork",
-                fork,
-                "a fake random state has no value (tensor_parallel/random.py:353)",
-            )
-        ]
-    ):
+    reason = ".item() of a comparison of fake states (tensor_parallel/random.py:332)"
+    with applied([Patch(megatron_random.CudaRNGStatesTracker, "fork", fork, reason)]):
         yield

@@ -55,7 +55,7 @@ class DuplicatedLinear(torch.nn.Linear):
     def __init__(self, input_size, output_size, *, config, init_method, bias, parallel_mode, **_):
         if parallel_mode != "duplicated" or bias:
             raise NotImplementedError(
-                f"DuplicatedLinear stands in for TELinear with parallel_mode='duplicated' and no bias, got {parallel_mode=}, {bias=}."
+                f"DuplicatedLinear got {parallel_mode=}, {bias=}, wanted 'duplicated' and no bias."
             )
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -138,11 +138,9 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
 
 
 def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None):
-    """`fla.modules.convolution.causal_conv1d` over whole sequences: x [b, t, c], weight [c, w]; (out [b, t, c], None)."""
+    """fla's `causal_conv1d` over whole sequences: x [b, t, c], weight [c, w], bias [c]; (out [b, t, c], None)."""
     if initial_state is not None or output_final_state or cu_seqlens is not None:
-        raise NotImplementedError(
-            "The CPU stand-in of causal_conv1d has no initial state, final state or packed sequences."
-        )
+        raise NotImplementedError("causal_conv1d on a CPU has no initial or final state and no packed sequences.")
     channels, width = weight.shape
     out = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
     out = out[..., : x.shape[1]].transpose(1, 2)

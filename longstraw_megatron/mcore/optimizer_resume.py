@@ -52,21 +52,15 @@ def resume_patches() -> list[Patch]:
     """The patches; none where the inner optimizer is Transformer Engine's or Apex's, which resumes rightly."""
     if HAVE_APEX_OR_TE:
         return []
-    file = "optimizer/distrib_optimizer.py"
+    file, cls = "optimizer/distrib_optimizer.py", DistributedOptimizer
     table = (
-        ("state_dict", _state_dict, f"asserts that there is a step before the first one ({file}:839)"),
-        (
-            "load_state_dict",
-            _load_state_dict,
-            f"gives all parameters one step tensor, raised once for each ({file}:1032)",
-        ),
+        ("state_dict", _state_dict, f"asserts that there is a step, before the first one too ({file}:839)"),
+        ("load_state_dict", _load_state_dict, f"gives all parameters one step tensor, raised for each ({file}:1032)"),
         (
             "_set_main_param_and_optimizer_states",
             _set_main_param_and_optimizer_states,
-            f"wants a step in the checkpoint (KeyError, {file}:1223) and copies into float32 leaf views under grad mode ({file}:1225)",
+            f"wants a step of each parameter in the checkpoint ({file}:1223), "
+            f"and copies into float32 leaf views under grad mode ({file}:1225)",
         ),
     )
-    return [
-        Patch(DistributedOptimizer, name, wrap(vars(DistributedOptimizer)[name]), reason)
-        for name, wrap, reason in table
-    ]
+    return [Patch(cls, name, wrap(vars(cls)[name]), reason) for name, wrap, reason in table]

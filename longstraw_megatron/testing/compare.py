@@ -75,9 +75,8 @@ def compare_tensors(got: Tensors, want: Tensors) -> Comparison:
         AssertionError: names, shapes or Nones differ.
     """
     if got.keys() != want.keys():
-        raise AssertionError(
-            f"The names differ: {sorted(got.keys() - want.keys())} came besides, {sorted(want.keys() - got.keys())} are missing."
-        )
+        extra, missing = sorted(got.keys() - want.keys()), sorted(want.keys() - got.keys())
+        raise AssertionError(f"The names differ: {extra} came besides, {missing} are missing.")
     lone = [name for name in want if (got[name] is None) != (want[name] is None)]
     if lone:
         raise AssertionError(f"These have a value on one side only: {lone}.")
@@ -95,17 +94,13 @@ def assert_gradients_close(
 ) -> Comparison:
     """Relative L2 error at most `overall` over all, and |error| <= rel * |tensor| + abs * |all| for each tensor."""
     comparison = compare_tensors(got, want)
-    bad = [
-        row for row in comparison.table if not row.error <= per_tensor_rel * row.norm + per_tensor_abs * comparison.norm
-    ]
+    slack = per_tensor_abs * comparison.norm
+    bad = [row for row in comparison.table if not row.error <= per_tensor_rel * row.norm + slack]
     if bad:
-        raise AssertionError(
-            f"{len(bad)} of {len(comparison.table)} tensors are off:\n{format_rows(bad)}\nof\n{comparison}"
-        )
+        count = f"{len(bad)} of {len(comparison.table)} tensors"
+        raise AssertionError(f"{count} have a gradient that is off:\n{format_rows(bad)}\n{comparison}")
     if not comparison.overall <= overall:
-        raise AssertionError(
-            f"The relative error over all is {comparison.overall:.2e}, wanted {overall:.2e}:\n{comparison}"
-        )
+        raise AssertionError(f"The gradient is off by more than {overall:.0e} over all:\n{comparison}")
     return comparison
 
 

@@ -71,8 +71,9 @@ class _Job:
         return self.folder / f"stack_{rank}"
 
     def stack(self, rank: int) -> str:
-        """What faulthandler wrote for a rank, innermost call first."""
-        return self.stack_file(rank).read_text() if self.stack_file(rank).exists() else ""
+        """What faulthandler wrote for a rank: innermost call first, down to the function that was to run."""
+        text = self.stack_file(rank).read_text() if self.stack_file(rank).exists() else ""
+        return text.split(f'  File "{__file__}"')[0]
 
     def run(self, rank: int) -> object:
         if self.init:
