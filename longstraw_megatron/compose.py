@@ -68,7 +68,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     RefusedError names the first override that is malformed, unknown or out of range.
     """
     groups = {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        folder.name: sorted(file.stem for file in folder.glob("[!_]*.yaml"))
         for folder in config_dir().iterdir()
         if folder.is_dir() and any(folder.glob("*.yaml"))
     }

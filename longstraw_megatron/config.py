@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from longstraw_megatron.config_tree import parse_dataclass
 from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.functional.objective_config import ObjectiveConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +34,6 @@ class RolloutsConfig:
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     hf_path: str | None  # checkpoint folder of the reference policy; None: the file must have ref_logprobs if needed
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig:
-    """Importance weights for tokens that the inference engine sampled under slightly different probabilities."""
-
-    level: Literal["none", "token", "sequence"]
-    mode: Literal["truncate", "mask"]  # weights beyond the bounds are clamped, or their tokens left out
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """The loss; `hydra_configs/objective/` has the named ones."""
-
-    name: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
-    clip_low: float
-    clip_high: float
-    kl_coef: float
-    kl_type: Literal["k1", "k2", "k3"]
-    aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
-    rollout_correction: RolloutCorrectionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +141,8 @@ class Config:
 
 
 AT_LEAST = {
-    0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps")
-    + ("optimizer.weight_decay", "optimizer.clip_grad", "objective.clip_low", "objective.clip_high")
-    + ("objective.kl_coef", "objective.rollout_correction.low", "objective.rollout_correction.high"),
+    0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps", "optimizer.weight_decay")
+    + ("optimizer.clip_grad",),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
     + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size")
@@ -194,11 +171,6 @@ def _check(config: Config) -> None:
         raise RefusedError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1, got 1; set parallel.vpp=1.")
     if config.precision == "fp64" and config.device == "cuda":
         raise RefusedError("precision=fp64 runs on device=cpu only, got device=cuda; choose fp32 or bf16.")
-    correction = config.objective.rollout_correction
-    if correction.low > correction.high:
-        raise RefusedError(
-            f"objective.rollout_correction.low must not exceed .high, got {correction.low} and {correction.high}."
-        )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         raise RefusedError(f"optimizer.betas must lie in [0, 1), got {list(optimizer.betas)}.")
     if not optimizer.eps > 0:
