@@ -25,6 +25,19 @@ class Op(Enum):
     def is_compute(self) -> bool:
         return self in (Op.PREFILL, Op.FORWARD, Op.BACKWARD, Op.PROMPT_BACKWARD)
 
+    @property
+    def is_send(self) -> bool:
+        return self in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+    @property
+    def flow(self) -> int:
+        """Where a compute action's output goes: +1 to the next virtual stage, -1 to the previous one."""
+        return 1 if self in (Op.PREFILL, Op.FORWARD) else -1
+
 
 @dataclass(frozen=True)
 class Action:
@@ -36,6 +49,31 @@ class Action:
     stage: int  # virtual stage that acts, 0 .. pp_size * vpp_size - 1
     of: Op | None = None  # transfers only: the compute action, on `stage`, that makes or needs the tensor
 
+    @property
+    def peer_stage(self) -> int:
+        """Transfers only: the virtual stage at the other end; its pipeline rank is `peer_stage % pp_size`."""
+        return self.stage + (1 if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
+
     def __str__(self) -> str:
         name = self.op.value if self.of is None else f"{self.op.value}:{self.of.value}"
         return f"{name}{self.group}.{self.unit}@{self.stage}"
+
+
+Plan = list[list[Action]]  # plan[pp_rank] is what that rank does, in order
+
+
+def incoming(compute: Action, num_stages: int) -> Action | None:
+    """The receive that `compute` needs, or None where its input is made on its own stage."""
+    source = compute.stage - compute.op.flow
+    if not 0 <= source < num_stages:
+        return None
+    op = Op.RECV_FORWARD if compute.op.flow == 1 else Op.RECV_BACKWARD
+    return Action(op, compute.group, compute.unit, compute.stage, compute.op)
+
+
+def outgoing(compute: Action, num_stages: int) -> Action | None:
+    """The send that follows `compute`, or None where nobody needs its output."""
+    if not 0 <= compute.stage + compute.op.flow < num_stages:
+        return None
+    op = Op.SEND_FORWARD if compute.op.flow == 1 else Op.SEND_BACKWARD
+    return Action(op, compute.group, compute.unit, compute.stage, compute.op)

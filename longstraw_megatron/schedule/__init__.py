@@ -1,0 +1,26 @@
+"""Pipeline schedules as data: made, proven and timed by pure functions."""
+
+from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
+from longstraw_megatron.schedule.check import PlanError, PlanReport, check_plan
+from longstraw_megatron.schedule.description import Costs, Description, GroupShape, equalize
+from longstraw_megatron.schedule.plans import make_plan
+from longstraw_megatron.schedule.simulate import Span, Timeline, simulate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Description",
+    "GroupShape",
+    "Op",
+    "Plan",
+    "PlanError",
+    "PlanReport",
+    "Span",
+    "Timeline",
+    "check_plan",
+    "equalize",
+    "incoming",
+    "make_plan",
+    "outgoing",
+    "simulate",
+]
