@@ -24,8 +24,8 @@ class Traffic:
     def add(self, purpose: str, *tensors: Tensor, copies: int = 1) -> None:
         self.sent[purpose] += copies * sum(tensor.nbytes for tensor in tensors)
 
-    def say_once(self, logger: logging.Logger, message: str) -> None:
-        """Log a message the first time it comes."""
-        if message not in self._said:
-            self._said.add(message)
+    def say_once(self, logger: logging.Logger, *, key: str, message: str) -> None:
+        """Log the first message of each key."""
+        if key not in self._said:
+            self._said.add(key)
             logger.info(message)

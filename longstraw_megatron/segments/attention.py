@@ -1,119 +1,31 @@
-"""Softmax attention of one segment: its queries over the prefix's pages and, causally, over the segment itself.
+"""Softmax attention of one segment: its queries over the prefix and, causally, over the segment itself.
 
-A query attends to all rows of the prefix and to its own sequence in the segment up to itself. Every key set gives a
-partial (out, lse); partials merge into softmax attention over the union. Backward over one key set needs only the
-merged out and lse, so gradients of the prefix are added page by page where the rows live.
+A query attends to all rows of the prefix and to its own sequence in the segment up to itself. Keys, and the gradients
+of the prefix's keys, stay on the rank that ran their tokens; queries travel with what they gathered so far, (out, lse)
+in forward and dq in backward. Where that moves fewer bytes, all queries or all keys are gathered instead
+(`layout.transfer`); all forms give the same result.
 
-Shapes: T rows of the shard (padding last), N query heads, G key heads, H head dim, S prefix rows of this rank.
-Partial outputs, lse and sums of gradients are float32 (float64 for float64).
+Shapes: T rows of this rank's shard (padding last), N query heads, G key heads, H head dim, CP ranks. Partial outputs,
+lse and sums of gradients are float32 (float64 for float64).
 """
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from longstraw_megatron.functional.softmax_merge import merge_partials
-from longstraw_megatron.layout.blocks import Block, attention_blocks
-from longstraw_megatron.ops.attention import attention_backward, attention_forward
+from longstraw_megatron.layout.transfer import Transfer
+from longstraw_megatron.segments.attention_transfer import (
+    AttentionCall,
+    gather_keys_backward,
+    gather_keys_forward,
+    gather_queries_backward,
+    gather_queries_forward,
+    ring_backward,
+    ring_forward,
+    transfer_of,
+)
+from longstraw_megatron.segments.key_shard import attend_backward, attend_forward, sum_dtype
 from longstraw_megatron.segments.segment import Mode, Segment
-from longstraw_megatron.state.pages import PagedRows
-
-
-class _Merged:
-    """Partials over rows [0, num_rows), merged as they come. No copy is made while there is only one."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
-
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        if self.out is None:
-            if out.shape[0] == self.num_rows:
-                self.out, self.lse = out, lse
-                return
-            self.out = out.new_zeros(self.num_rows, *out.shape[1:], dtype=lse.dtype)
-            self.lse = lse.new_full((self.num_rows, *lse.shape[1:]), float("-inf"))
-        if out.shape[0] == self.num_rows:
-            self.out, self.lse = merge_partials(self.out, self.lse, out, lse)
-            return
-        self.out = self.out.to(lse.dtype)
-        self.out[rows], self.lse[rows] = merge_partials(self.out[rows], self.lse[rows], out, lse)
-
-
-class _RowSum:
-    """A sum over rows [0, num_rows) of gradients that cover some of them. No copy is made while there is only one."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-        self.total: Tensor | None = None
-
-    def add(self, rows: slice, grad: Tensor) -> None:
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        if self.total is None:
-            if grad.shape[0] == self.num_rows:
-                self.total = grad
-                return
-            self.total = grad.new_zeros(self.num_rows, *grad.shape[1:], dtype=dtype)
-        self.total = self.total.to(dtype)
-        self.total[rows] += grad
-
-
-def attend_forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], pages: PagedRows, prefix_rows: int, softmax_scale: float
-) -> tuple[Tensor | None, Tensor | None]:
-    """Partial (out [n, N, H], lse [n, N]) of q [n, N, H] over the pages and the blocks of k, v; None without keys."""
-    merged = _Merged(q.shape[0])
-    for page in pages.pages(prefix_rows):
-        merged.add(
-            slice(0, q.shape[0]), *attention_forward(q, *page.tensors, causal=False, softmax_scale=softmax_scale)
-        )
-    for block in blocks:
-        q_block, k_block, v_block = q[block.query_rows], k[block.key_rows], v[block.key_rows]
-        partial = attention_forward(q_block, k_block, v_block, causal=block.causal, softmax_scale=softmax_scale)
-        merged.add(block.query_rows, *partial)
-    return merged.out, merged.lse
-
-
-def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: list[Block],
-    pages: PagedRows,
-    prefix_rows: int,
-    dk: _RowSum,
-    dv: _RowSum,
-    *,
-    add_to_pages: bool,
-    softmax_scale: float,
-) -> Tensor | None:
-    """dq [n, N, H] of the same partial, given the merged out and lse; adds to dk, dv and the pages' accumulators."""
-    dq = _RowSum(q.shape[0])
-    for page in pages.pages(prefix_rows):
-        grad_q, *grads = attention_backward(dout, q, *page.tensors, out, lse, causal=False, softmax_scale=softmax_scale)
-        dq.add(slice(0, q.shape[0]), grad_q)
-        if add_to_pages:
-            pages.add_grad(page, *grads)
-    for block in blocks:
-        rows, keys = block.query_rows, block.key_rows
-        grad_q, grad_k, grad_v = attention_backward(
-            dout[rows],
-            q[rows],
-            k[keys],
-            v[keys],
-            out[rows],
-            lse[rows],
-            causal=block.causal,
-            softmax_scale=softmax_scale,
-        )
-        dq.add(rows, grad_q)
-        dk.add(keys, grad_k)
-        dv.add(keys, grad_v)
-    return dq.total
 
 
 def _padded(x: Tensor | None, like: Tensor) -> Tensor:
@@ -126,83 +38,82 @@ def _padded(x: Tensor | None, like: Tensor) -> Tensor:
     return whole
 
 
-def segment_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, segment: Segment, layer_number: int, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out [T, N, H] with zeros in padding rows, lse [valid, N])."""
-    valid = segment.valid
-    pages = segment.state.rows("kv", layer_number)
-    blocks = attention_blocks(segment.runs, segment.runs)
-    out, lse = attend_forward(q[:valid], k, v, blocks, pages, segment.prefix_rows, softmax_scale)
-    if lse is None:
-        lse = q.new_empty(0, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+def segment_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out [T, N, H] with zeros in padding rows, lse [T, N]; [valid, N] on one rank)."""
+    segment = call.segment
+    if segment.layout.num_tokens == 0:
+        return torch.zeros_like(q), q.new_empty(0, q.shape[1], dtype=sum_dtype(q.dtype))
+    keys = call.local_keys(k, v)
+    if segment.layout.cp_size == 1:
+        out, lse = attend_forward(q[: segment.valid], segment.runs, keys, call.softmax_scale)
+    else:
+        forms = {"ring": ring_forward, "gather_queries": gather_queries_forward, "gather_keys": gather_keys_forward}
+        out, lse = forms[transfer_of(q, k, call, backward=False)](q, keys, call)
     return _padded(out, q), lse
 
 
 def segment_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segment: Segment,
-    layer_number: int,
-    softmax_scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); in a walk dk and dv include what later segments accumulated for this segment's own rows."""
-    valid = segment.valid
-    pages = segment.state.rows("kv", layer_number)
-    dk, dv = _RowSum(valid), _RowSum(valid)
-    dq = attend_backward(
-        dout[:valid],
-        q[:valid],
-        out[:valid],
-        lse,
-        k,
-        v,
-        attention_blocks(segment.runs, segment.runs),
-        pages,
-        segment.prefix_rows,
-        dk,
-        dv,
-        add_to_pages=segment.reads_with_grad,
-        softmax_scale=softmax_scale,
-    )
+    segment = call.segment
+    if segment.layout.num_tokens == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    keys, valid = call.local_keys(k, v), segment.valid
+    if segment.layout.cp_size == 1:
+        shard = (x[:valid] for x in (dout, q, out, lse))
+        dq = attend_backward(*shard, segment.runs, keys, call.softmax_scale)
+    else:
+        forms = {"ring": ring_backward, "gather_queries": gather_queries_backward, "gather_keys": gather_keys_backward}
+        dq = forms[transfer_of(q, k, call, backward=True)](dout, q, out, lse, keys, call)
     if segment.mode is Mode.WALK:
-        grads = pages.grad(segment.prefix_rows, segment.prefix_rows + valid)
+        grads = call.pages.grad(segment.prefix_rows, segment.prefix_rows + valid)
         if grads is not None:
-            dk.add(slice(0, valid), grads[0])
-            dv.add(slice(0, valid), grads[1])
-    return _padded(dq, q), _padded(dk.total, k), _padded(dv.total, v)
+            keys.dk.add(slice(0, valid), grads[0])
+            keys.dv.add(slice(0, valid), grads[1])
+    return _padded(dq, q), _padded(keys.dk.total, k), _padded(keys.dv.total, v)
 
 
 class SegmentAttention(Function):
     """Saves q, k, v, out, lse; the prefix is read again from its pages in backward, never saved."""
 
     @staticmethod
-    def forward(ctx, q, k, v, segment, layer_number, softmax_scale):
-        out, lse = segment_attention_forward(q, k, v, segment, layer_number, softmax_scale)
+    def forward(ctx, q, k, v, call):
+        out, lse = segment_attention_forward(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.segment, ctx.layer_number, ctx.softmax_scale = segment, layer_number, softmax_scale
+        ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        saved = (*ctx.saved_tensors, ctx.segment, ctx.layer_number, ctx.softmax_scale)
-        return *segment_attention_backward(dout, *saved), None, None, None
+        return *segment_attention_backward(dout, *ctx.saved_tensors, ctx.call), None
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, segment: Segment, layer_number: int, cp_group=None, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segment: Segment,
+    layer_number: int,
+    cp_group=None,
+    softmax_scale: float,
+    transfer: Transfer | None = None,
 ) -> Tensor:
     """Attention of a segment's queries [T, N, H] over its prefix and its own keys k, v [T, G, H]: out [T, N, H].
 
     Prefill appends the valid rows of k, v to the state. Backward of replay and walk adds to the accumulators of the
     prefix where the state is exact; a walk's dk, dv include the gradient accumulated for the segment's own rows.
-    Padding rows come out as zeros and get zero gradients. Forward has no side effect outside prefill.
+    Padding rows come out as zeros and get zero gradients. Forward has no side effect outside prefill. `cp_group` is
+    the group that the segment's layout was cut for; `transfer` overrides the choice by byte counts.
     """
+    cp_size = 1 if cp_group is None else cp_group.size()
+    if cp_size != segment.layout.cp_size:
+        raise ValueError(
+            f"The segment was cut for {segment.layout.cp_size} context-parallel ranks, and the group has {cp_size}."
+        )
     if segment.mode is Mode.PREFILL:
         valid = segment.valid
         segment.state.rows("kv", layer_number).append(k[:valid], v[:valid])
-    return SegmentAttention.apply(q, k, v, segment, layer_number, softmax_scale)
+    call = AttentionCall(segment, layer_number, cp_group, softmax_scale, transfer)
+    return SegmentAttention.apply(q, k, v, call)

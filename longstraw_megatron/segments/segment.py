@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from longstraw_megatron.comm import Traffic
 from longstraw_megatron.layout import Run, SegmentLayout
 from longstraw_megatron.state import PrefixState
 
@@ -38,6 +39,8 @@ class Segment:
     positions: Tensor  # [rows] int64, absolute; padding has `start`
     topk: dict[int, Tensor] = field(default_factory=dict)  # layer_number -> selected positions, kept to backward's end
     routed_experts: dict[int, Tensor] | None = None  # layer_number -> [rows, top-k], given with the rollouts
+    prefix_rows_by_rank: tuple[int, ...] | None = None  # over the CP ranks; asked for, once, where not given
+    traffic: Traffic = field(default_factory=Traffic)  # counts what its layers send; shared by passes, if given
 
     @property
     def runs(self) -> tuple[Run, ...]:
