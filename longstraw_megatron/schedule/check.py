@@ -9,6 +9,7 @@ within the description's limits. What is measured: memory peaks, and time for gi
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
 from longstraw_megatron.schedule.description import Costs, Description
@@ -113,13 +114,11 @@ class _Replay:
         description, op, stage = self.description, action.op, action.stage
         self.live[stage].add(action.group)
         if len(self.live[stage]) > description.max_live_prefixes:
-            self._refuse(
-                action, f"as group {len(self.live[stage])} that lives, of {description.max_live_prefixes} allowed"
-            )
+            self._refuse(action, f"while {description.max_live_prefixes} groups live on its stage, which is the limit")
         if op is Op.FORWARD and not description.forward_only:
             self.graphs[stage] += 1
             if self.graphs[stage] > description.max_live_graphs(stage):
-                self._refuse(action, f"as graph {self.graphs[stage]}, of {description.max_live_graphs(stage)} allowed")
+                self._refuse(action, f"while {self.graphs[stage] - 1} branch graphs live, which is the limit")
         elif op is Op.PREFILL and description.num_units(Op.PROMPT_BACKWARD, action.group):
             self.kept += 1
         now = {
@@ -149,24 +148,20 @@ class _Replay:
 def _check_channels(plan: Plan, description: Description) -> None:
     """The k-th receive of every channel takes what its k-th send put in."""
     pp_size = description.pp_size
-    sent: dict[tuple[int, int], list[tuple]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # the compute actions that need the tensors
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for pp_rank, actions in enumerate(plan):
         for action in actions:
+            peer = action.peer_stage % pp_size
             if action.op.is_send:
-                sent[pp_rank, action.peer_stage % pp_size].append(
-                    (action.of, action.group, action.unit, action.peer_stage)
-                )
+                sent[pp_rank, peer].append(Action(action.of, action.group, action.unit, action.peer_stage))
             elif action.op.is_receive:
-                received[action.peer_stage % pp_size, pp_rank].append(
-                    (action.of, action.group, action.unit, action.stage)
-                )
+                received[peer, pp_rank].append(Action(action.of, action.group, action.unit, action.stage))
     for source, target in sent:
         for index, (out, into) in enumerate(zip(sent[source, target], received[source, target], strict=True)):
             if out != into:
-                names = [str(Action(*message)) for message in (out, into)]
                 raise PlanError(
-                    f"Transfer {index} from rank {source} to rank {target} is sent for {names[0]} and received for {names[1]}."
+                    f"Transfer {index} from rank {source} to rank {target} is sent for {out} and received for {into}."
                 )
 
 
@@ -201,7 +196,7 @@ def check_plan(
     costs = costs or Costs()
     run = simulate(plan, costs, latency=latency)
     _check_ends(run)
-    min_pending = next(num for num in range(run.peak_pending + 1) if not simulate(plan, costs, max_pending=num).stuck)
+    min_pending = next(num for num in count() if not simulate(plan, costs, max_pending=num).stuck)
     makespan = max((spans[-1].end for spans in run.timeline if spans), default=0.0)
     busy = tuple(sum(costs(action) for action in actions if action.op.is_compute) for actions in plan)
     return PlanReport(

@@ -85,10 +85,10 @@ class Description:
     def max_live_graphs(self, stage: int) -> int:
         """Branch graphs that a virtual stage may hold, each of its own layers only.
 
-        One stage per rank: `pp_size - pp_rank`, which is 1F1B. Virtual stages: 2 (num_stages - stage) / vpp_size, rounded
-        up, which lets a microbatch come back before the next waits for it; a rank's sum is then at most
-        (vpp_size + 1) pp_size, as much as Megatron's own interleaved schedule holds, or (1 + 1 / vpp_size) pp_size times
-        the graph of all its layers.
+        One stage per rank: `pp_size - pp_rank`, which is 1F1B. Virtual stages: 2 (num_stages - stage) / vpp_size,
+        rounded up, so that a microbatch is back before the next ones wait for it. A rank's sum is then at most
+        (vpp_size + 1) pp_size and roundings, which is what Megatron's interleaved schedule holds, or
+        (1 + 1 / vpp_size) pp_size times the graph of all its layers.
         """
         ahead = self.num_stages - stage
         return ahead if self.vpp_size == 1 else -(-2 * ahead // self.vpp_size)

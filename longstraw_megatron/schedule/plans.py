@@ -82,10 +82,8 @@ class _Progress:
             if unit == begun[Op.FORWARD][stage][group]:
                 return None
         elif op is Op.PROMPT_BACKWARD:
-            if (
-                begun[Op.PREFILL][stage][group] < num
-                or begun[Op.BACKWARD][stage][group] < self.units[Op.BACKWARD][group]
-            ):
+            before = (Op.PREFILL, Op.BACKWARD)
+            if any(begun[earlier][stage][group] < self.units[earlier][group] for earlier in before):
                 return None
             unit = num - 1 - unit
         return Action(op, group, unit, stage)

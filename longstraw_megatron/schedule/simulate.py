@@ -43,12 +43,12 @@ class Run:
 
 
 def _peak_pending(channel: _Channel) -> int:
-    """Most messages that were sent and not yet received; at equal times the receive counts first."""
-    events = sorted([(time, 1) for time in channel.sent] + [(time, -1) for time in channel.received])
-    peak = pending = 0
-    for _, change in events:
-        pending += change
-        peak = max(peak, pending)
+    """Most messages that were sent and not yet received; at equal times the sends count first."""
+    peak = received = 0
+    for index, time in enumerate(channel.sent):
+        while received < len(channel.received) and channel.received[received] < time:
+            received += 1
+        peak = max(peak, index + 1 - received)
     return peak
 
 
