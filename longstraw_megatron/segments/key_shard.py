@@ -16,7 +16,7 @@ from torch import Tensor
 from longstraw_megatron.functional.softmax_merge import merge_partials
 from longstraw_megatron.layout import Run, SegmentLayout
 from longstraw_megatron.layout.blocks import attention_blocks
-from longstraw_megatron.ops.attention import attention_backward, attention_forward
+from longstraw_megatron.ops.attention import attention_backward, attention_forward, default_kernel
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,11 +95,12 @@ def attend_forward(
     if not query_runs:
         return None
     merged, everything = _Merged(q.shape[0]), slice(0, q.shape[0])
+    how = {"softmax_scale": softmax_scale, "kernel": default_kernel(q.device, q.dtype)}
     for part in keys.prefix():
-        merged.add(everything, *attention_forward(q, part.k, part.v, causal=False, softmax_scale=softmax_scale))
+        merged.add(everything, *attention_forward(q, part.k, part.v, causal=False, **how))
     for block in attention_blocks(query_runs, keys.runs):
         q_block, k_block, v_block = q[block.query_rows], keys.k[block.key_rows], keys.v[block.key_rows]
-        partial = attention_forward(q_block, k_block, v_block, causal=block.causal, softmax_scale=softmax_scale)
+        partial = attention_forward(q_block, k_block, v_block, causal=block.causal, **how)
         merged.add(block.query_rows, *partial)
     return None if merged.out is None else (merged.out, merged.lse)
 
@@ -117,10 +118,9 @@ def attend_backward(
     if not query_runs:
         return None
     dq, everything = RowSum(q.shape[0]), slice(0, q.shape[0])
+    how = {"softmax_scale": softmax_scale, "kernel": default_kernel(q.device, q.dtype)}
     for part in keys.prefix():
-        grad_q, *grads = attention_backward(
-            dout, q, part.k, part.v, out, lse, causal=False, softmax_scale=softmax_scale
-        )
+        grad_q, *grads = attention_backward(dout, q, part.k, part.v, out, lse, causal=False, **how)
         dq.add(everything, grad_q)
         if part.add_grad is not None:
             part.add_grad(*grads)
@@ -128,7 +128,7 @@ def attend_backward(
         rows, key_rows = block.query_rows, block.key_rows
         grad_q, grad_k, grad_v = attention_backward(
             dout[rows], q[rows], keys.k[key_rows], keys.v[key_rows], out[rows], lse[rows],
-            causal=block.causal, softmax_scale=softmax_scale,
+            causal=block.causal, **how,
         )  # fmt: skip
         dq.add(rows, grad_q)
         keys.dk.add(key_rows, grad_k)
