@@ -15,30 +15,30 @@ VOCAB = 128
 
 def qwen_config(**changes) -> Qwen3_5TextConfig:
     """8 layers, three gated delta nets to one gated attention."""
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e7,
-            partial_rotary_factor=0.25,
-            mrope_section=[2, 1, 1],
-            mrope_interleaved=True,
-        ),
-        tie_word_embeddings=False,
-        architectures=["Qwen3_5ForCausalLM"],
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "tie_word_embeddings": False,
+        "architectures": ["Qwen3_5ForCausalLM"],
+    }
     config = Qwen3_5TextConfig(**(settings | changes))
     config._attn_implementation = "eager"
     return config
@@ -46,35 +46,35 @@ def qwen_config(**changes) -> Qwen3_5TextConfig:
 
 def glm_config(**changes) -> GlmMoeDsaConfig:
     """11 layers, 3 of them dense, IndexShare every fourth; rms eps 1e-6, which HF hard-codes on two of its norms."""
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=11,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_shared_experts=1,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        routed_scaling_factor=2.5,
-        kv_lora_rank=32,
-        q_lora_rank=48,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=24,
-        v_head_dim=32,
-        index_topk=16,
-        index_head_dim=16,
-        index_n_heads=32,
-        first_k_dense_replace=3,
-        index_topk_freq=4,
-        index_skip_topk_offset=3,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-6,
-        rope_parameters=dict(rope_type="default", rope_theta=8e6),
-        pad_token_id=0,
-        architectures=["GlmMoeDsaForCausalLM"],
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "index_topk": 16,
+        "index_head_dim": 16,
+        "index_n_heads": 32,
+        "first_k_dense_replace": 3,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+        "pad_token_id": 0,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+    }
     config = GlmMoeDsaConfig(**(settings | changes))
     config._attn_implementation = "eager"
     return config

@@ -87,11 +87,13 @@ class Learner:
         *,
         old_logprobs: Logprobs | None = None,
         ref_logprobs: Logprobs | None = None,
+        reduce_fully: bool = False,
     ) -> tuple[dict[str, float], Logprobs]:
         """Gradient of the objective over all of `groups`, complete on every rank; statistics and logprobs.
 
         `old_logprobs` and `ref_logprobs` go before those that came with the rollouts; where neither has old ones, the
-        ratio is taken to the current weights themselves. Raises NonFiniteError before any weight changes.
+        ratio is taken to the current weights themselves. With a distributed optimizer a rank keeps the gradient of
+        its own shard only, unless `reduce_fully`. Raises NonFiniteError before any weight changes.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -99,7 +101,7 @@ class Learner:
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
         result = self.engine.run(actions, works, objective=objective)
         with self.monitor.phase("reduce"):
-            finalize_grads(self.chunks, self.context)
+            finalize_grads(self.chunks, self.context, reduce_fully=reduce_fully)
         stats = self._reduce_stats(list(result.losses.values()))
         self._check_finite(groups)
         return summarize_stats(stats), self._share_logprobs(indices, works)

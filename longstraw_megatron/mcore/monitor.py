@@ -60,6 +60,11 @@ class Monitor:
         stats.count += 1
         self.timeline.append((label or name, start, stop))
 
+    def take(self) -> dict[str, PhaseStats]:
+        """The phases since the last call; starts anew."""
+        phases, self.phases, self.timeline = self.phases, {}, []
+        return phases
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

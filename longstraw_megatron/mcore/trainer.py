@@ -1,0 +1,176 @@
+"""A run: rollouts through optimizer steps, with what it writes on the way.
+
+Knows neither Hydra nor Weights & Biases: `train.py` hands in the settings and something that takes metrics.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.mcore.learner import Learner, Logprobs
+from longstraw_megatron.mcore.weights import export_grads, save_hf_weights
+
+StepCallback = Callable[[int, dict[str, float]], None]
+
+
+def steps_of(num_groups: int, groups_per_step: int | str) -> list[range]:
+    """Indices of the groups of each optimizer step of one pass over the file."""
+    size = num_groups if groups_per_step == "all" else int(groups_per_step)
+    if size > num_groups:
+        raise RefusedError(
+            f"groups_per_step is {size}, but the rollouts hold {num_groups} groups; use groups_per_step=all."
+        )
+    return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
+
+
+def pick(logprobs: Logprobs, indices: Sequence[int]) -> Logprobs:
+    """The logprobs of some groups, renumbered by their place in `indices`."""
+    places = {index: place for place, index in enumerate(indices)}
+    return {(places[g], b): values for (g, b), values in logprobs.items() if g in places}
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    max_steps: int
+    groups_per_step: int | str = "all"
+    export_grads: str | None = None
+    export_logprobs: str | None = None
+    export_hf: str | None = None
+    save_every: int | None = None
+
+
+@dataclass
+class Trainer:
+    """Optimizer steps over `groups`; whole passes over the file are repeated until `max_steps`.
+
+    `ref_logprobs` and `old_logprobs` are keyed by (index in `groups`, branch). Old logprobs that the file lacks are
+    those of the policy before the first step: taken from the first step's own replay where it covers the whole file,
+    scored up front otherwise.
+    """
+
+    learner: Learner
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    groups: list[PromptGroup]
+    options: TrainerOptions
+    hf_path: str | None = None
+    ref_logprobs: Logprobs = field(default_factory=dict)
+    old_logprobs: Logprobs = field(default_factory=dict)
+    first_step: int = 0
+    save: Callable[[int, "Trainer"], None] | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def run(self, on_step: StepCallback) -> None:
+        """Train from `first_step` to `max_steps`; `on_step(step, metrics)` on every rank, counted from 1."""
+        steps = steps_of(len(self.groups), self.options.groups_per_step)
+        if self.first_step == 0:
+            self._score_old(steps)
+        for step in range(self.first_step, self.options.max_steps):
+            indices = steps[step % len(steps)]
+            metrics = self.train_step(step, indices)
+            on_step(step + 1, metrics)
+            done, every = step + 1, self.options.save_every
+            if self.save is not None and (done == self.options.max_steps or (every and done % every == 0)):
+                self.save(done, self)
+        if self.options.export_hf:
+            save_hf_weights(
+                self.learner.engine.chunks,
+                self.options.export_hf,
+                groups=self.learner.context.groups,
+                source_hf_path=self.hf_path,
+            )
+
+    def train_step(self, step: int, indices: Sequence[int]) -> dict[str, float]:
+        """Gradients of one global batch, then the update; metrics under their public names."""
+        start = time.perf_counter()
+        learner = self.learner
+        groups = [self.groups[index] for index in indices]
+        stats, logprobs = learner.compute_gradients(
+            groups,
+            old_logprobs=pick(self.old_logprobs, indices),
+            ref_logprobs=pick(self.ref_logprobs, indices),
+            reduce_fully=step == 0 and self.options.export_grads is not None,
+        )
+        if step == self.first_step:
+            self._write_first(groups, logprobs, step)
+        if self._keeps_first_logprobs(step, indices):
+            self.old_logprobs = self._missing_old(logprobs, indices)
+        with learner.monitor.phase("optimizer"):
+            success, grad_norm, _ = self.optimizer.step()
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step(increment=1)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(group.prompt_tokens) + sum(group.response_lengths) for group in groups)
+        return {
+            **{f"train/{name}": value for name, value in stats.items()},
+            "train/grad_norm": float(grad_norm),
+            "train/lr": float(lr),
+            "train/updated": float(success),
+            "perf/step_seconds": seconds,
+            "perf/tokens": float(tokens),
+            "perf/tokens_per_second": tokens / seconds,
+            **self._phase_metrics(),
+        }
+
+    def _phase_metrics(self) -> dict[str, float]:
+        metrics = {}
+        for name, phase in self.learner.monitor.take().items():
+            metrics[f"perf/{name}_seconds"] = phase.seconds
+            metrics[f"perf/{name}_peak_gb"] = phase.peak_bytes / 1e9
+            if phase.tokens:
+                metrics[f"perf/{name}_tokens"] = float(phase.tokens)
+        return metrics
+
+    def _lacks_old(self, indices: Sequence[int]) -> bool:
+        return any(branch.old_logprobs is None for i in indices for branch in self.groups[i].branches)
+
+    def _missing_old(self, logprobs: Logprobs, indices: Sequence[int]) -> Logprobs:
+        return {
+            (indices[g], b): values
+            for (g, b), values in logprobs.items()
+            if self.groups[indices[g]].branches[b].old_logprobs is None
+        }
+
+    def _keeps_first_logprobs(self, step: int, indices: Sequence[int]) -> bool:
+        whole_file = len(indices) == len(self.groups)
+        return step == 0 and whole_file and self.options.max_steps > 1 and self._lacks_old(indices)
+
+    def _score_old(self, steps: list[range]) -> None:
+        """Old logprobs of groups that are trained on after the first update."""
+        if len(steps) == 1 or self.options.max_steps == 1:
+            return
+        later = sorted({i for indices in steps[1 : self.options.max_steps] for i in indices})
+        if self.options.max_steps > len(steps):
+            later = list(range(len(self.groups)))
+        if later and self._lacks_old(later):
+            scored = self.learner.score([self.groups[i] for i in later])
+            self.old_logprobs = self._missing_old(scored, later)
+            self.learner.monitor.take()
+
+    def _write_first(self, groups: list[PromptGroup], logprobs: Logprobs, step: int) -> None:
+        if self.options.export_logprobs and step == 0 and dist.get_rank() == 0:
+            all_groups = self.groups if len(groups) == len(self.groups) else groups
+            write_logprobs(self.options.export_logprobs, all_groups, logprobs)
+        if self.options.export_grads and step == 0:
+            export_grads(
+                self.learner.chunks, self.options.export_grads, groups=self.learner.context.groups, hf_path=self.hf_path
+            )
+
+
+def write_logprobs(path: str, groups: Sequence[PromptGroup], logprobs: Logprobs) -> None:
+    """JSONL, a line for each branch: group_id, branch, logprobs of its response tokens."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("w", encoding="utf-8") as file:
+        for (g, b), values in sorted(logprobs.items()):
+            line = {"group_id": groups[g].group_id, "branch": b, "logprobs": values.tolist()}
+            file.write(json.dumps(line) + "\n")
+
