@@ -14,12 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def _outputs(out: object) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+def _tensors(tree: object) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _made(out: object, inputs: object) -> Iterator[Tensor]:
+    """Outputs with a storage of their own: neither views nor results in place."""
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
+    return (tensor for tensor in _tensors(out) if tensor.untyped_storage()._cdata not in given)
 
 
 class LargestTensor(TorchDispatchMode):
-    """`nbytes`, `shape`, `dtype` and `op` of the largest tensor made; a view counts its own elements."""
+    """`nbytes`, `shape`, `dtype` and `op` of the largest tensor made; views are not made."""
 
     def __init__(self):
         super().__init__()
@@ -30,8 +36,9 @@ class LargestTensor(TorchDispatchMode):
         self._lock = threading.Lock()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in _outputs(out):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for tensor in _made(out, (args, kwargs)):
             with self._lock:
                 if tensor.nbytes > self.nbytes:
                     self.nbytes, self.shape, self.dtype, self.op = (
@@ -80,11 +87,9 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        before = {tensor.untyped_storage()._cdata for tensor in _outputs((args, kwargs))}
         out = func(*args, **kwargs)
-        for tensor in _outputs(out):
-            if tensor.untyped_storage()._cdata not in before:  # neither a view nor an in-place result
-                self._add(tensor)
+        for tensor in _made(out, (args, kwargs)):
+            self._add(tensor)
         return out
 
 

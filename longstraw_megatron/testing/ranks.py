@@ -87,7 +87,7 @@ class _Job:
         return self.fn(rank, self.world_size, *self.args)
 
 
-def _child_main(job: _Job, rank: int, sender: Connection) -> None:
+def _child_main(job: _Job, rank: int, pipe: Connection) -> None:
     """The life of a rank; multiprocessing leaves with os._exit behind it."""
     os.setpgid(0, 0)  # so that what a rank spawned (Megatron's checkpoint writer does) ends with it
     torch.set_num_threads(1)
@@ -100,19 +100,20 @@ def _child_main(job: _Job, rank: int, sender: Connection) -> None:
             report = _Report(rank, time.monotonic(), error=traceback.format_exc()).to_bytes()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
-    sender.send_bytes(report)
-    sender.close()
+    pipe.send_bytes(report)
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()  # a rank that left early would break the collectives of those that still work
 
 
 def _fork(job: _Job, rank: int) -> tuple[BaseProcess, Connection]:
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child_main, args=(job, rank, sender))
+    pipe, child_pipe = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_child_main, args=(job, rank, child_pipe))
     with warnings.catch_warnings():
         # Python warns that a forked process has none of its parent's threads; a rank uses none of them
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         process.start()
-    sender.close()  # the child's copy is now the only one: its death is the end of the pipe
-    return process, receiver
+    child_pipe.close()  # the child's copy is now the only one: its death is the end of the pipe
+    return process, pipe
 
 
 def _receive(job: _Job, pipe: Connection, process: BaseProcess, rank: int) -> _Report:
@@ -186,6 +187,8 @@ def run_ranks(world_size: int, fn: Callable, *args, timeout: float = 60, init: b
         processes, pipes = [process for process, _ in children], [pipe for _, pipe in children]
         try:
             results = _results(job, processes, _collect(job, processes, pipes, deadline))
+            for pipe in pipes:
+                pipe.send_bytes(b"leave")
             for process in processes:
                 process.join(GRACE_S)
             return results
