@@ -1,0 +1,1 @@
+"""Readable reference mathematics: tensors in, tensors out, no communication."""

@@ -1,0 +1,1 @@
+"""One signature per operation; kernel or reference chosen by argument, never at import."""
