@@ -1,0 +1,70 @@
+"""Progress bars of a step: prompt segments, branches, prompt backward. Each advances as a plan's actions are done."""
+
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from tqdm import tqdm
+
+from longstraw_megatron.batch import PromptGroup, split_microbatches
+from longstraw_megatron.schedule.actions import Action, Op
+
+LABELS = {Op.PREFILL: "prompt segments", Op.FORWARD: "branches", Op.PROMPT_BACKWARD: "prompt backward"}
+
+
+def count_units(
+    groups: Iterable[PromptGroup],
+    *,
+    segment_length: int,
+    branches_per_microbatch: int,
+    prompt_backward: bool,
+) -> dict[Op, int]:
+    """How many actions of each bar one stage will do for `groups`, which are those that this rank runs."""
+    segments = microbatches = 0
+    for group in groups:
+        segments += -(-len(group.prefix_tokens) // segment_length)
+        microbatches += len(split_microbatches(group, branches_per_microbatch))
+    return {Op.PREFILL: segments, Op.FORWARD: microbatches, Op.PROMPT_BACKWARD: segments if prompt_backward else 0}
+
+
+class Progress:
+    """Bars on standard error, for rank 0 only. An engine calls it with every action that it has done.
+
+    `enabled=None` shows bars where `file` is a terminal; `True` always, `False` never. Backwards of branches count as
+    done with their forward's bar: one bar a phase, and only for phases that a step has.
+    """
+
+    def __init__(self, *, enabled: bool | None = None, file: TextIO | None = None):
+        self._file = file or sys.stderr
+        self._is_terminal = self._file.isatty()
+        self.enabled = self._is_terminal if enabled is None else enabled
+        self._label = ""
+        self._totals: dict[Op, int] = {}
+        self._bars: dict[Op, tqdm] = {}
+
+    def begin(self, label: str, totals: dict[Op, int]) -> None:
+        """Start a step (or a pass of scoring) that will do `totals` actions of each kind; ends the one before."""
+        self.end()
+        self._label, self._totals = label, totals
+
+    def __call__(self, action: Action) -> None:
+        # Rank 0 holds stage 0; its other virtual stages do the same units again.
+        if not self.enabled or action.op not in LABELS or action.stage != 0:
+            return
+        if action.op not in self._bars:
+            self._bars[action.op] = tqdm(
+                total=self._totals.get(action.op),
+                desc=f"{self._label} {LABELS[action.op]}".strip(),
+                file=self._file,
+                # A log file gets a line now and then, a terminal a bar that moves.
+                mininterval=0.1 if self._is_terminal else 10.0,
+                leave=True,
+                position=list(LABELS).index(action.op) if self._is_terminal else None,
+                dynamic_ncols=self._is_terminal,
+            )
+        self._bars[action.op].update(1)
+
+    def end(self) -> None:
+        for bar in self._bars.values():
+            bar.close()
+        self._bars = {}
