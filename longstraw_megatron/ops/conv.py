@@ -4,6 +4,8 @@ B batch, T tokens, C channels, W taps.
 
     kernel="torch"   `functional.causal_conv.causal_conv`: any device and dtype.
     kernel="fla"     fla.modules.convolution.causal_conv1d (fla >= 0.5.2): CUDA.
+
+`ops.delta_rule.default_kernel` says which there is.
 """
 
 from typing import Literal
@@ -12,9 +14,6 @@ import torch
 from torch import Tensor
 
 from longstraw_megatron.functional.causal_conv import causal_conv as torch_causal_conv
-from longstraw_megatron.ops.delta_rule import default_kernel
-
-__all__ = ["causal_conv", "default_kernel"]
 
 Kernel = Literal["torch", "fla"]
 
