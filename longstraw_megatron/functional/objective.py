@@ -98,7 +98,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss [R], ratio [R] without gradient, masks [R] of clipped tokens) of a branch's loss tokens.
 
-    GSPO's ratio is taken as sg[s] exp(logprobs_t - sg[logprobs_t]) (arXiv 2507.18071, eq. 14): the value is s, the
+    GSPO's ratio is taken as sg[s] exp(logprobs_t - sg[logprobs_t]) (arXiv 2507.18071, section 4.3): the value is s, the
     gradient that of s where tokens share their advantage and weight, and well defined where they do not.
     """
     log_ratio = logprobs - old_logprobs
