@@ -119,8 +119,11 @@ class PagedRows:
         """Forget the rows from `num_rows` on, and free the pages that hold no other."""
         while self._pages and self._pages[-1].start >= num_rows:
             self._pages.pop()
-        if self._pages:
-            self._pages[-1].used = min(self._pages[-1].used, num_rows - self._pages[-1].start)
+        if self._pages and self._pages[-1].stop > num_rows:
+            page = self._pages[-1]
+            page.used = num_rows - page.start
+            for grad in page.grads or ():
+                grad[page.used :].zero_()  # rows appended here later start without a gradient
 
     def value_bytes(self) -> int:
         return sum(tensor.nbytes for page in self._pages for tensor in page.tensors)

@@ -1,0 +1,156 @@
+"""Paged rows: what is appended is what is read, and gradients reach the rows they belong to."""
+
+import pytest
+import torch
+
+from longstraw_megatron.state import PagedRows
+
+
+def rows_of(start, stop):
+    """Two tensors of rows that know their index."""
+    index = torch.arange(start, stop, dtype=torch.float32)
+    return index[:, None].repeat(1, 3), (100 + index)[:, None, None].repeat(1, 2, 2)
+
+
+def filled(*lengths, page_length=4, **options):
+    rows, start = PagedRows(page_length=page_length, **options), 0
+    for length in lengths:
+        rows.append(*rows_of(start, start + length))
+        start += length
+    return rows
+
+
+def spans(rows, stop=None):
+    return [(view.start, view.stop) for view in rows.pages(rows.num_rows if stop is None else stop)]
+
+
+def read(rows, stop):
+    views = list(rows.pages(stop))
+    return [torch.cat([view.tensors[i] for view in views]) for i in range(2)] if views else []
+
+
+@pytest.mark.parametrize("capacity", [None, 3, 11, 64])
+@pytest.mark.parametrize("lengths", [(11,), (1, 2, 3, 5), (4, 4, 3), (0, 11), (10, 0, 1)])
+def test_appended_rows_are_read(lengths, capacity):
+    rows = filled(*lengths, capacity=capacity)
+    assert rows.num_rows == 11
+    for stop in range(1, 12):
+        for got, want in zip(read(rows, stop), rows_of(0, stop), strict=True):
+            assert torch.equal(got, want)
+        assert spans(rows, stop)[-1][1] == stop
+    assert spans(rows, 0) == []
+
+
+def test_pages_fill_up_where_the_length_is_known():
+    assert spans(filled(1, 2, 3, 5, capacity=11)) == [(0, 4), (4, 8), (8, 11)]
+    assert spans(filled(1, 2, 3, 5)) == [(0, 1), (1, 3), (3, 6), (6, 10), (10, 11)]  # else a page for each append
+
+
+def test_the_last_page_is_trimmed_to_the_capacity():
+    row_bytes = 4 * (3 + 4)
+    assert filled(5, capacity=6, page_length=4).value_bytes() == 6 * row_bytes  # pages of 4 and 2 rows
+    assert filled(5, page_length=4).value_bytes() == 5 * row_bytes
+    assert filled(2, capacity=6, page_length=4).value_bytes() == 4 * row_bytes
+    over = filled(6, 3, capacity=6, page_length=4)  # more than expected still fits
+    assert spans(over) == [(0, 4), (4, 6), (6, 9)]
+    assert torch.equal(read(over, 9)[0], rows_of(0, 9)[0])
+
+
+def test_rows_are_copied_and_detached():
+    source, other = rows_of(0, 2)
+    source.requires_grad_()
+    rows = PagedRows(page_length=4)
+    rows.append(source, other)
+    other.fill_(-1)
+    (view,) = rows.pages(2)
+    assert not view.tensors[0].requires_grad
+    assert torch.equal(view.tensors[1], rows_of(0, 2)[1])
+
+
+def add_ones(rows, stop, scale=1.0):
+    for view in rows.pages(stop):
+        rows.add_grad(view, *(scale * torch.ones_like(tensor) for tensor in view.tensors))
+
+
+@pytest.mark.parametrize("lengths, capacity", [((3, 5, 3), 11), ((3, 5, 3), None)])
+def test_gradients_add_up_over_page_borders(lengths, capacity):
+    rows = filled(*lengths, capacity=capacity)
+    assert rows.grad(0, 11) is None and rows.grad_bytes() == 0
+    add_ones(rows, 11)
+    add_ones(rows, 6, scale=2.0)
+    want = torch.tensor([3.0] * 6 + [1.0] * 5)
+    for start in range(11):
+        for stop in range(start + 1, 12):
+            for grad, tensor in zip(rows.grad(start, stop), rows_of(start, stop), strict=True):
+                assert torch.equal(grad, want[start:stop].view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
+    assert rows.grad(5, 5) is None
+
+
+def test_rows_without_a_gradient_have_zeros_beside_those_with_one():
+    rows = filled(8, capacity=8)
+    add_ones(rows, 3)
+    assert rows.grad(4, 8) is None
+    assert rows.grad(2, 6)[0][:, 0].tolist() == [1, 0, 0, 0]
+
+
+def test_gradients_by_index_repeat():
+    rows = filled(6, capacity=6)
+    first, second = rows.pages(6)
+    index = torch.tensor([1, 1, 0])
+    rows.add_grad_at(second, index, torch.ones(3, 3), torch.full((3, 2, 2), 2.0))
+    assert rows.grad(0, 6)[0][:, 0].tolist() == [0, 0, 0, 0, 1, 2]
+    assert rows.grad(0, 6)[1][:, 0, 0].tolist() == [0, 0, 0, 0, 2, 4]
+    assert first.page.grads is None
+
+
+@pytest.mark.parametrize(
+    "dtype, grad_dtype, want",
+    [
+        (torch.bfloat16, None, torch.float32),
+        (torch.float32, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_dtype_of_accumulators(dtype, grad_dtype, want):
+    rows = PagedRows(page_length=4, grad_dtype=grad_dtype)
+    rows.append(torch.ones(2, 3, dtype=dtype))
+    (view,) = rows.pages(2)
+    for _ in range(300):  # in bfloat16 a sum of ones stops at 256
+        rows.add_grad(view, torch.ones(2, 3, dtype=dtype))
+    (grad,) = rows.grad(0, 2)
+    assert grad.dtype == want
+    assert grad[0, 0] == (256 if want == torch.bfloat16 else 300)
+
+
+def test_fork_shares_rows_and_their_accumulators():
+    rows = filled(6, capacity=8)
+    child = rows.fork()
+    child.append(*rows_of(6, 9))
+    assert (rows.num_rows, child.num_rows) == (6, 9)
+    assert torch.equal(read(child, 9)[0], rows_of(0, 9)[0])
+    assert torch.equal(read(rows, 6)[0], rows_of(0, 6)[0])
+    add_ones(child, 9)
+    add_ones(rows, 5)
+    assert rows.grad(0, 6)[0][:, 0].tolist() == [2, 2, 2, 2, 2, 1]
+    assert child.grad(0, 9)[0][:, 0].tolist() == [2, 2, 2, 2, 2, 1, 1, 1, 1]
+    second = rows.fork()
+    second.append(*rows_of(6, 8))
+    assert second.grad(6, 8) is None  # another branch's own rows
+    child.truncate(6)
+    assert (child.num_rows, rows.num_rows) == (6, 6)
+    assert rows.grad(0, 6)[0][:, 0].tolist() == [2, 2, 2, 2, 2, 1]
+
+
+def test_truncate_frees_pages_and_forgets_gradients():
+    rows = filled(11, capacity=11)
+    add_ones(rows, 11)
+    full = rows.value_bytes()
+    rows.truncate(6)
+    assert rows.num_rows == 6 and spans(rows) == [(0, 4), (4, 6)]
+    assert rows.value_bytes() == full * 8 // 11  # the page that is used in part stays whole
+    rows.append(*rows_of(6, 11))
+    assert torch.equal(read(rows, 11)[0], rows_of(0, 11)[0])
+    assert rows.grad(4, 11)[0][:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]  # new rows have no gradient yet
+    rows.truncate(0)
+    assert rows.num_rows == 0 and rows.value_bytes() == 0 and rows.grad_bytes() == 0
