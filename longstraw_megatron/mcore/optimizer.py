@@ -37,7 +37,7 @@ def build_optimizer(
     return get_megatron_optimizer(
         megatron_config,
         chunks,
-        use_gloo_process_groups=context.device.type == "cpu",
+        use_gloo_process_groups=False,
         pg_collection=context.groups,
     )
 

@@ -76,3 +76,11 @@ def pick_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def pipeline_ranks() -> list[list[int]]:
+    """The global ranks of every pipeline of the job, in pipeline order; alike on all ranks."""
+    mine = tuple(dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
+    everyone: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [list(pipeline) for pipeline in sorted(set(everyone))]

@@ -61,6 +61,7 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     groups: list[PromptGroup]
     options: TrainerOptions
+    hf_config: dict = field(default_factory=dict)
     hf_path: str | None = None
     ref_logprobs: Logprobs = field(default_factory=dict)
     old_logprobs: Logprobs = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Trainer:
                 self.learner.engine.chunks,
                 self.options.export_hf,
                 groups=self.learner.context.groups,
+                hf_config=self.hf_config,
                 source_hf_path=self.hf_path,
             )
 
@@ -161,7 +163,11 @@ class Trainer:
             write_logprobs(self.options.export_logprobs, all_groups, logprobs)
         if self.options.export_grads and step == 0:
             export_grads(
-                self.learner.chunks, self.options.export_grads, groups=self.learner.context.groups, hf_path=self.hf_path
+                self.learner.chunks,
+                self.options.export_grads,
+                groups=self.learner.context.groups,
+                hf_config=self.hf_config,
+                hf_path=self.hf_path,
             )
 
 
@@ -173,4 +179,3 @@ def write_logprobs(path: str, groups: Sequence[PromptGroup], logprobs: Logprobs)
         for (g, b), values in sorted(logprobs.items()):
             line = {"group_id": groups[g].group_id, "branch": b, "logprobs": values.tolist()}
             file.write(json.dumps(line) + "\n")
-

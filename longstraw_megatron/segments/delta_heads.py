@@ -62,12 +62,3 @@ def unpack(batch: Tensor, lengths: tuple[int, ...]) -> Tensor:
     if len(lengths) == 1:
         return batch[0]
     return torch.cat([row[:length] for row, length in zip(batch, lengths, strict=True)])
-
-
-def head_major(splits: tuple[int, ...], parts: int, device: torch.device) -> Tensor:
-    """Column order that makes sections (say [q | k | v]) into `parts` blocks, each the sections of its heads."""
-    columns, start = [], 0
-    for split in splits:
-        columns.append(torch.arange(start, start + split, device=device).view(parts, -1))
-        start += split
-    return torch.cat(columns, dim=1).reshape(-1)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longstraw_megatron.comm.collectives import all_gather_rows
+from longstraw_megatron.functional.delta_rule import delta_rule_affine
 from longstraw_megatron.layout import Run, SegmentLayout
 from longstraw_megatron.ops.conv import causal_conv
-from longstraw_megatron.ops.delta_rule import delta_rule_transition, gated_delta_rule
+from longstraw_megatron.ops.delta_rule import gated_delta_rule
 from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32, heads_of, pack, unpack
 from longstraw_megatron.segments.delta_state import boundary_state, keep_state
 from longstraw_megatron.segments.segment import Segment
@@ -136,9 +137,7 @@ def relay_delta(
         mixed, _ = causal_conv(pack(qkv[:valid], lengths), tails, conv_weight, kernel=kernel)
         query, key, value = heads_of(F.silu(mixed), shape)
         g_runs, beta_runs = pack(g[:valid], lengths), pack(beta[:valid], lengths)
-        map_a = delta_rule_transition(key, g_runs, beta_runs)
-        _, map_b = gated_delta_rule(query, key, value, g_runs, beta_runs, initial_state=None, kernel=kernel)
-        maps = torch.cat([map_a, map_b], dim=-1)
+        maps = torch.cat(delta_rule_affine(key, value, g_runs, beta_runs), dim=-1)
     else:
         maps = anchor.to(state_dtype).expand(0, *full_shape[:2], shape.key_dim + shape.value_dim)
     gathered = _gather_slots(maps, segment, cp_group)

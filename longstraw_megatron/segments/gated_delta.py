@@ -14,7 +14,7 @@ from torch import Tensor
 from longstraw_megatron.comm.collectives import heads_to_seq, seq_to_heads
 from longstraw_megatron.ops.conv import causal_conv
 from longstraw_megatron.ops.delta_rule import gated_delta_rule
-from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32, head_major, heads_of, pack, unpack
+from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32, heads_of, pack, unpack
 from longstraw_megatron.segments.delta_relay import relay_delta
 from longstraw_megatron.segments.delta_state import boundary_state, keep_state
 from longstraw_megatron.segments.segment import Segment
@@ -89,13 +89,12 @@ def segment_gated_delta(
             segment=segment, layer_number=layer_number, shape=shape, cp_group=cp_group, kernel=kernel,
         )  # fmt: skip
     if by_heads:
-        order = head_major(shape.channel_splits, cp_size, qkv.device)
-        qkv = seq_to_heads(qkv.index_select(1, order), cp_group)
-        gate_order = head_major((g.shape[1], g.shape[1]), cp_size, g.device)
-        gates = torch.cat([g, beta.to(g.dtype)], dim=1).index_select(1, gate_order)
-        g, beta = seq_to_heads(gates, cp_group).chunk(2, dim=1)
+        qkv = seq_to_heads(qkv, cp_group, sections=shape.channel_splits)
+        gates = torch.cat([g, beta.to(g.dtype)], dim=1)
+        g, beta = seq_to_heads(gates, cp_group, sections=(g.shape[1], g.shape[1])).chunk(2, dim=1)
+        own = [channels.chunk(cp_size)[segment.cp_rank] for channels in conv_weight.split(shape.channel_splits)]
+        conv_weight = torch.cat(own)
         shape = shape.divided(cp_size)
-        conv_weight = conv_weight.index_select(0, order.chunk(cp_size)[segment.cp_rank])
     qkv, g, beta = (_tokens_of(x, segment) for x in (qkv, g, beta))
     lengths = tuple(length for length in segment.layout.lengths if length)
     if lengths:

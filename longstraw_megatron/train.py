@@ -1,0 +1,151 @@
+"""The training door: `torchrun --nproc-per-node N -m longstraw_megatron.train KEY=VALUE ...`.
+
+Everything that can be refused is refused before a weight is made: exit code 2, one sentence on one rank's stderr.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.compose import load_config
+from longstraw_megatron.config import Config, check_world_size, resolve_auto
+from longstraw_megatron.errors import NonFiniteError, RefusedError
+from longstraw_megatron.logging import MetricsWriter, Progress, format_bytes, format_table
+from longstraw_megatron.rollouts import length_warnings, read_rollouts
+
+logger = logging.getLogger("longstraw_megatron")
+
+REFUSED, FAILED = 2, 1
+
+
+def read_groups(config: Config) -> list[PromptGroup]:
+    """The rollouts of a run, checked against its model and objective."""
+    if config.rollouts.path is None:
+        raise RefusedError("rollouts.path is not set; name a file of prompt groups, rollouts.path=FILE.")
+    hf = config.model.hf_config
+    groups = read_rollouts(
+        config.rollouts.path,
+        format=config.rollouts.format,
+        tokenizer=config.rollouts.tokenizer,
+        vocab_size=hf["vocab_size"],
+    )
+    for name in config.objective.needs:
+        if name == "ref_logprobs" and config.reference.hf_path is not None:
+            continue
+        for group in groups:
+            for i, branch in enumerate(group.branches):
+                if getattr(branch, name) is None:
+                    remedy = " or name a reference.hf_path" if name == "ref_logprobs" else ""
+                    raise RefusedError(
+                        f"objective.{config.objective.name} needs {name}, but branch {i} of group {group.group_id} has "
+                        f"none; add them to the rollouts{remedy}."
+                    )
+    return groups
+
+
+def check(config: Config, world_size: int) -> list[PromptGroup]:
+    """All that is judged before torch.distributed and Megatron start; returns the rollouts."""
+    from longstraw_megatron.mcore.architectures import architecture_of, text_config
+    from longstraw_megatron.mcore.weights import check_hf_folder
+
+    check_world_size(config, world_size)
+    architecture_of(config.model.hf_config).check(text_config(config.model.hf_config))
+    for folder in {config.model.hf_path, config.reference.hf_path} - {None}:
+        check_hf_folder(folder, config.model.hf_config)
+    return read_groups(config)
+
+
+def print_summary(writer: MetricsWriter, history: list[dict[str, float]]) -> None:
+    """What the run did: a line per step, then time and peak memory by phase of the last step."""
+    columns = ("step", "loss", "grad norm", "ratio", "ratio min", "ratio max", "logprob", "seconds")
+    keys = ("loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "logprobs_mean")
+    rows = [
+        (step, *(metrics.get(f"train/{key}") for key in keys), metrics["perf/step_seconds"])
+        for step, metrics in enumerate(history, start=1)
+    ]
+    print("\n" + format_table(rows, columns))
+    last = history[-1]
+    phases = [name.removeprefix("perf/").removesuffix("_peak_gb") for name in last if name.endswith("_peak_gb")]
+    rows = [
+        (
+            phase.replace("_", " "),
+            int(last[tokens]) if (tokens := f"perf/{phase}_tokens") in last else None,
+            last[f"perf/{phase}_seconds"],
+            format_bytes(last[f"perf/{phase}_peak_gb"] * 1e9),
+        )
+        for phase in phases
+    ]
+    print("\n" + format_table(rows, ("phase of the last step", "tokens", "seconds", "peak memory")))
+    print(f"\nmetrics  {writer.path}")
+    if writer.wandb_dir is not None:
+        print(f"W&B      {writer.wandb_dir}")
+
+
+def run(config: Config, groups: list[PromptGroup]) -> None:
+    """Build and train. Every rank runs this."""
+    from longstraw_megatron.mcore.parallel import init_parallel, pick_device
+    from longstraw_megatron.mcore.session import build_trainer
+
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // 2))
+    context = init_parallel(config.parallel, device=device, seed=config.seed, timeout_s=config.dist.timeout_s)
+    for warning in length_warnings(groups, config.model.hf_config.get("max_position_embeddings")):
+        if context.is_first:
+            logger.warning(warning)
+    progress = Progress(enabled=None if context.is_first else False)
+    writer = MetricsWriter(
+        config.run_dir, config.wandb, is_writer=context.is_first, run_config=dataclasses.asdict(config)
+    )
+    history: list[dict[str, float]] = []
+    with writer:
+        trainer = build_trainer(config, groups, context, progress=progress)
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            progress.end()
+            history.append(metrics)
+            writer.log(step, metrics)
+            if context.is_first:
+                print(
+                    f"step {step}/{config.trainer.max_steps}  loss {metrics['train/loss']:.6f}  grad norm "
+                    f"{metrics['train/grad_norm']:.4f}  {metrics['perf/step_seconds']:.1f} s  "
+                    f"{metrics['perf/tokens_per_second']:.0f} tokens/s",
+                    flush=True,
+                )
+
+        trainer.run(on_step)
+        progress.end()
+        if context.is_first and history:
+            print_summary(writer, history)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 refused, 1 failed."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("longstraw_megatron").setLevel(logging.INFO)
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load_config(sys.argv[1:] if argv is None else list(argv))
+        config = resolve_auto(config, cuda_available=torch.cuda.is_available())
+        groups = check(config, int(os.environ.get("WORLD_SIZE", "1")))
+        run(config, groups)
+    except RefusedError as error:
+        if is_first:
+            print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
+        return REFUSED
+    except NonFiniteError as error:
+        print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
