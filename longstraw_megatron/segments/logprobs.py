@@ -55,7 +55,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _owned(targets: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """(row of each target in this rank's weight, clamped into it; whether it is there, as padding never is), [block]."""
+    """(row of each target in this rank's weight, clamped into it; whether it is there, and no padding), [block]."""
     local = targets - options.vocab_start
     owned = (local >= 0) & (local < options.vocab_rows)
     return local.clamp(0, options.vocab_rows - 1), owned
