@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longstraw_megatron.comm import Traffic
 from longstraw_megatron.layout import Run, SegmentLayout
+from longstraw_megatron.segments.token_map import TokenMaps
 from longstraw_megatron.state import PrefixState
 
 
@@ -39,6 +40,8 @@ class Segment:
     positions: Tensor  # [rows] int64, absolute; padding has `start`
     topk: dict[int, Tensor] = field(default_factory=dict)  # layer_number -> selected positions, kept to backward's end
     routed_experts: dict[int, Tensor] | None = None  # layer_number -> [rows, top-k], given with the rollouts
+    experts: dict[int, Tensor] = field(default_factory=dict)  # layer_number -> experts chosen, kept to backward's end
+    token_maps: TokenMaps | None = None  # which rank and row hold a token; made once, where a layer needs it
     prefix_rows_by_rank: tuple[int, ...] | None = None  # over the CP ranks; asked for, once, where not given
     traffic: Traffic = field(default_factory=Traffic)  # counts what its layers send; shared by passes, if given
 

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longstraw_megatron.layout import SegmentLayout
 from longstraw_megatron.state.boundaries import BoundaryStates
 from longstraw_megatron.state.pages import PagedRows
+
+
+# Rows that are gathered by index are kept in one page where their number is known: a selection over one page needs no
+# merging of partial results.
+GATHERED_KINDS = ("latent",)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class PrefixState:
         self.num_rows = num_rows
         self.parent = parent
         self.experts: dict[tuple[int, int], Tensor] = {}  # (layer_number, segment index) -> uint8/int16 [tokens, top-k]
+        self.layouts: dict[int, tuple[int, SegmentLayout]] = {}  # segment index -> (first position, layout)
         self._rows: dict[tuple[str, int], PagedRows] = {}
         self._boundaries: dict[int, BoundaryStates] = {}
 
@@ -51,8 +58,9 @@ class PrefixState:
             if self.parent is not None:
                 self._rows[key] = self.parent.rows(kind, layer_number).fork()
             else:
+                page_length = (kind in GATHERED_KINDS and self.num_rows) or self.options.page_length
                 self._rows[key] = PagedRows(
-                    page_length=self.options.page_length, capacity=self.num_rows, grad_dtype=self.options.grad_dtype
+                    page_length=page_length, capacity=self.num_rows, grad_dtype=self.options.grad_dtype
                 )
         return self._rows[key]
 
@@ -63,6 +71,11 @@ class PrefixState:
             self._boundaries[layer_number] = BoundaryStates(keep_all=keep_all, parent=parent)
         return self._boundaries[layer_number]
 
+    def layouts_before(self, boundary: int) -> list[tuple[int, SegmentLayout]]:
+        """(first position, layout) of the segments before `boundary`, in order; layers that need them record them."""
+        earlier = self.parent.layouts_before(boundary) if self.parent is not None else []
+        return earlier + [self.layouts[index] for index in sorted(self.layouts) if index < boundary]
+
     def truncate(self, *, num_rows: int, boundary: int) -> None:
         """Forget everything behind `boundary`, where this rank held `num_rows` rows: its walk is done."""
         for rows in self._rows.values():
@@ -71,6 +84,8 @@ class PrefixState:
             boundaries.truncate(boundary)
         for key in [key for key in self.experts if key[1] >= boundary]:
             del self.experts[key]
+        for index in [index for index in self.layouts if index >= boundary]:
+            del self.layouts[index]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by item: rows, boundaries, experts, and the gradients of the first two."""
