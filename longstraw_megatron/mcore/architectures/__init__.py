@@ -18,8 +18,8 @@ def _architecture_name(hf_config: dict) -> str:
     names = hf_config.get("architectures") or [None]
     if names[0] not in ARCHITECTURES:
         raise RefusedError(
-            f"config.json: architectures got {hf_config.get('architectures')!r}, wanted one of {', '.join(ARCHITECTURES)}; "
-            "choose such a model."
+            f"config.json: architectures got {hf_config.get('architectures')!r}, wanted one of "
+            f"{', '.join(ARCHITECTURES)}; choose such a model."
         )
     return names[0]
 
@@ -46,8 +46,8 @@ def text_config(hf_config: dict) -> dict:
     outer_tied, inner_tied = (part.get("tie_word_embeddings") for part in (hf_config, inner))
     if None not in (outer_tied, inner_tied) and outer_tied != inner_tied:
         raise RefusedError(
-            f"config.json: tie_word_embeddings got {outer_tied} outside and {inner_tied} in text_config, wanted one value; "
-            "correct the configuration."
+            f"config.json: tie_word_embeddings got {outer_tied} outside and {inner_tied} in text_config, wanted one "
+            "value for both; correct the configuration."
         )
     tied = next((tied for tied in (outer_tied, inner_tied) if tied is not None), False)
     quantization = (

@@ -61,7 +61,8 @@ def refuse_common(hf: dict) -> None:
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method", "unnamed")
         raise RefusedError(
-            f"config.json: quantization_config got method {method!r}, wanted none; use the checkpoint in bfloat16 or float32."
+            f"config.json: quantization_config got method {method!r}, wanted none; use the checkpoint in bfloat16 or "
+            "float32."
         )
     refuse_unless(
         hf,
@@ -100,8 +101,8 @@ def rope_of(hf: dict, *, partial: float) -> Rope:
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind != "default" or inner.get("factor", 1) not in (1, None):
         raise RefusedError(
-            f"config.json: the rotary embedding got type {kind!r} with factor {inner.get('factor')!r}, wanted 'default' "
-            "without scaling; remove the scaling, or train with the positions that the model was made for."
+            f"config.json: the rotary embedding got type {kind!r} with factor {inner.get('factor')!r}, wanted "
+            "'default' without scaling; remove the scaling, or train with the positions that the model was made for."
         )
     theta = inner.get("rope_theta", hf.get("rope_theta"))
     share = inner.get("partial_rotary_factor", hf.get("partial_rotary_factor"))

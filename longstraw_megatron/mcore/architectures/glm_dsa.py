@@ -9,6 +9,9 @@
   is no auxiliary loss: the gradient is that of the objective alone.
 """
 
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelGroupedLinear
+from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn.functional import silu
 
 from longstraw_megatron.errors import RefusedError
@@ -22,9 +25,6 @@ from longstraw_megatron.mcore.architectures.fields import (
     refuse_unless,
     rope_of,
 )
-from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelGroupedLinear
-from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 INDEX_K_NORM_EPS = 1e-6  # Hugging Face and Megatron-Bridge hard-code it
 _SIZES = (
@@ -108,8 +108,8 @@ def check(hf: dict) -> None:
     )
     if hf["num_experts_per_tok"] > hf["n_routed_experts"]:
         raise RefusedError(
-            f"config.json: num_experts_per_tok={hf['num_experts_per_tok']} got n_routed_experts={hf['n_routed_experts']}, "
-            "wanted at least as many; correct the configuration."
+            f"config.json: num_experts_per_tok={hf['num_experts_per_tok']} got "
+            f"n_routed_experts={hf['n_routed_experts']}, wanted at least as many; correct the configuration."
         )
     if hf["qk_rope_head_dim"] % 2 or hf["qk_rope_head_dim"] > hf["index_head_dim"]:
         raise RefusedError(
@@ -132,13 +132,13 @@ def _refuse_layout(hf: dict, tp: int, ep: int, etp: int, sequence_parallel: bool
     refuse_unfit_parallel(tp, sequence_parallel)
     if hf["n_routed_experts"] % ep:
         raise RefusedError(
-            f"parallel.ep={ep} does not divide n_routed_experts={hf['n_routed_experts']}, wanted equally many experts on "
-            "every rank; choose a divisor."
+            f"parallel.ep={ep} does not divide n_routed_experts={hf['n_routed_experts']}, wanted equally many experts "
+            "on every rank; choose a divisor."
         )
     if hf["moe_intermediate_size"] % etp:
         raise RefusedError(
-            f"parallel.etp={etp} does not divide moe_intermediate_size={hf['moe_intermediate_size']}, wanted a divisor of "
-            "it; set parallel.etp=1."
+            f"parallel.etp={etp} does not divide moe_intermediate_size={hf['moe_intermediate_size']}, wanted a divisor "
+            "of it; set parallel.etp=1."
         )
 
 
@@ -192,6 +192,7 @@ def transformer_config(hf: dict, **overrides) -> MLATransformerConfig:
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": INDEX_K_NORM_EPS,
         "dsa_indexer_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
     }
     if overrides.get("context_parallel_size", 1) > 1:
         fields["cp_comm_type"] = "allgather"  # the only one that Megatron's check accepts with DSA
@@ -210,7 +211,6 @@ def transformer_config(hf: dict, **overrides) -> MLATransformerConfig:
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": HAVE_TE and TEColumnParallelGroupedLinear is not None,
         }
     return MLATransformerConfig(**(fields | overrides))

@@ -4,6 +4,7 @@
 (x * (1 + w)) but the delta rule's output norm, which Megatron zero-centres too: the weight mapping takes 1 off it.
 """
 
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from longstraw_megatron.errors import RefusedError
@@ -16,7 +17,6 @@ from longstraw_megatron.mcore.architectures.fields import (
     refuse_unless,
     rope_of,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 PARTIAL_ROTARY_FACTOR = 0.25  # of transformers' Qwen3_5TextConfig, where config.json has none
 FULL_ATTENTION_INTERVAL = 4
@@ -68,7 +68,8 @@ def check(hf: dict) -> None:
     ):
         if need_int(hf, heads) % need_int(hf, groups):
             raise RefusedError(
-                f"config.json: {heads}={hf[heads]} got {groups}={hf[groups]}, wanted a divisor of it; correct the configuration."
+                f"config.json: {heads}={hf[heads]} got {groups}={hf[groups]}, wanted a divisor of it; correct the "
+                "configuration."
             )
     refuse_unless(
         hf,
@@ -87,8 +88,8 @@ def check(hf: dict) -> None:
     rotary_dim = hf["head_dim"] * rope.partial
     if rotary_dim % 2:
         raise RefusedError(
-            f"config.json: head_dim={hf['head_dim']} with partial_rotary_factor={rope.partial} got {rotary_dim:g} rotating "
-            "dims, wanted an even number; correct the configuration."
+            f"config.json: head_dim={hf['head_dim']} with partial_rotary_factor={rope.partial} got {rotary_dim:g} "
+            "rotating dims, wanted an even number; correct the configuration."
         )
 
 
@@ -139,6 +140,8 @@ def transformer_config(hf: dict, **overrides) -> TransformerConfig:
         "linear_value_head_dim": hf["linear_value_head_dim"],
         "linear_num_key_heads": hf["linear_num_key_heads"],
         "linear_num_value_heads": hf["linear_num_value_heads"],
+        # of no use here, but the default does not go with variable_seq_lengths (transformer_config.py:2644)
+        "moe_token_dispatcher_type": "alltoall",
     }
     heads_divide = hf["linear_num_key_heads"] % (tp * overrides.get("context_parallel_size", 1)) == 0
     return (TransformerConfig if heads_divide else RelayTransformerConfig)(**(fields | overrides))

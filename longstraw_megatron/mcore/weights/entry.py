@@ -45,16 +45,16 @@ class Entry:
     """One Megatron tensor, by its name in the unsharded model.
 
     Layers are counted from 0 over all pipeline stages, experts over all expert-parallel ranks. `row_shape` is the
-    shape of one row. `axis` is what tensor parallelism cuts (None: every rank holds all), `expert` whether that is the
-    experts' tensor parallelism. Megatron's value is Hugging Face's plus `offset`. A `duplicate` holds again what
-    another entry holds (the output layer of a tied model on a later stage): it is read, never written.
+    shape of one row. `axis` is what tensor parallelism cuts (None: every rank holds all); for the tensors of `expert`
+    that is the experts' tensor parallelism. Megatron's value is Hugging Face's plus `offset`. A `duplicate` holds
+    again what another entry holds (the output layer of a tied model on a later stage): it is read, never written.
     """
 
     megatron: str
     sections: tuple[tuple[Span, ...], ...]
     row_shape: tuple[int, ...] = ()
     axis: Axis = None
-    expert: bool = False
+    expert: int | None = None
     offset: float = 0.0
     duplicate: bool = False
 
@@ -104,16 +104,19 @@ class Entry:
     def _part(self, size: int, tp_size: int) -> int:
         if size % tp_size:
             raise RefusedError(
-                f"{self.megatron} got tensor-parallel size {tp_size}, wanted a divisor of {size}, which it cuts; choose "
-                "another parallel.tp (parallel.etp for experts)."
+                f"{self.megatron} got tensor-parallel size {tp_size}, wanted a divisor of {size}, which it cuts; "
+                "choose another parallel.tp (parallel.etp for experts)."
             )
         return size // tp_size
 
-    def fill(self, shard: Tensor, read: Read, *, tp_rank: int, tp_size: int) -> None:
-        """Copy into `shard` what belongs there, reading no more than that; it keeps its dtype and device."""
+    def fill(self, shard: Tensor, read: Read, *, tp_rank: int, tp_size: int, gradient: bool = False) -> None:
+        """Copy into `shard` what belongs there, reading no more than that; it keeps its dtype and device.
+
+        A gradient is not shifted by the offset.
+        """
         for block in self.blocks(tp_rank, tp_size):
             part = read(block.source, block.source_rows, block.source_columns)
-            shard[block.shard_rows].copy_(_shifted(part, self.offset))
+            shard[block.shard_rows].copy_(part if gradient else _shifted(part, self.offset))
 
     def unpack(
         self, shards: Iterator[Tensor] | list[Tensor], tp_size: int, *, gradient: bool = False

@@ -40,7 +40,7 @@ def _mixture(hf: dict, source: str, target: str) -> Iterator[Entry]:
     yield Entry(f"{target}.router.expert_bias", (whole(f"{source}.gate.e_score_correction_bias", experts),))
     for expert in range(experts):
         yield from mlp_entries(
-            f"{source}.experts.{expert}", f"{target}.experts.local_experts.{expert}", hidden, ffn, expert=True
+            f"{source}.experts.{expert}", f"{target}.experts.local_experts.{expert}", hidden, ffn, expert=expert
         )
     yield from mlp_entries(f"{source}.shared_experts", f"{target}.shared_experts", hidden, ffn * hf["n_shared_experts"])
 

@@ -1,6 +1,7 @@
 """Where Megatron's tensors of a Qwen hybrid lie in Hugging Face's (names as in Qwen3_5ForCausalLM)."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from longstraw_megatron.mcore.architectures.qwen_hybrid import layer_types
 from longstraw_megatron.mcore.weights.entry import Entry, Span, whole
@@ -16,7 +17,7 @@ def _delta_net(hf: dict, source: str, target: str) -> Iterator[Entry]:
     bounds = (0, keys, 2 * keys, 2 * keys + values)
 
     def q_k_v(name: str) -> tuple[tuple[Span, ...], ...]:
-        return tuple((Span(name, start, stop),) for start, stop in zip(bounds, bounds[1:], strict=False))
+        return tuple((Span(name, start, stop),) for start, stop in pairwise(bounds))
 
     in_proj = (
         *q_k_v(f"{source}.in_proj_qkv.weight"),
@@ -69,7 +70,7 @@ def layer_entries(hf: dict, layer_idx: int) -> Iterator[Entry]:
     yield from mlp_entries(f"{source}.mlp", f"{target}.mlp", hidden, ffn)
 
 
-def mlp_entries(source: str, target: str, hidden: int, ffn: int, *, expert: bool = False) -> Iterator[Entry]:
+def mlp_entries(source: str, target: str, hidden: int, ffn: int, *, expert: int | None = None) -> Iterator[Entry]:
     """A gated MLP: gate above up, each cut over tensor parallelism by itself."""
     gate_up = (whole(f"{source}.gate_proj.weight", ffn), whole(f"{source}.up_proj.weight", ffn))
     yield Entry(f"{target}.linear_fc1.weight", gate_up, (hidden,), "rows", expert)

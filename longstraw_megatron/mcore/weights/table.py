@@ -38,3 +38,8 @@ def carried_over(hf: dict) -> tuple[str, ...]:
         return qwen_hybrid.CARRIED_OVER
     num_layers = hf["num_hidden_layers"]
     return tuple(f"model.layers.{num_layers + i}." for i in range(hf.get("num_nextn_predict_layers") or 1))
+
+
+def is_zero_centred(hf: dict) -> bool:
+    """Whether the layer norms of the Hugging Face model multiply by 1 + weight."""
+    return architecture_of(hf) is not glm_architecture
