@@ -36,7 +36,9 @@ def recompute_settings(recompute: str) -> dict:
     return {}
 
 
-def transformer_config(hf_config: dict, options: BuildOptions, context: ParallelContext) -> TransformerConfig:
+def transformer_config(
+    hf_config: dict, options: BuildOptions, context: ParallelContext, **overrides
+) -> TransformerConfig:
     """Megatron's config for a Hugging Face config.json in this run's layout and precision."""
     parallel, dtype = context.parallel, PRECISIONS[options.precision]
     return architecture_of(hf_config).transformer_config(
@@ -58,17 +60,19 @@ def transformer_config(hf_config: dict, options: BuildOptions, context: Parallel
         perform_initialization=False,
         deterministic_mode=default_kernel(context.device) == "torch",
         **recompute_settings(options.recompute),
+        **overrides,
     )
 
 
 def build_model(
-    hf_config: dict, options: BuildOptions, context: ParallelContext, *, freeze: bool = False
+    hf_config: dict, options: BuildOptions, context: ParallelContext, *, freeze: bool = False, **overrides
 ) -> list[GPTModel]:
     """This rank's model chunks (one per virtual stage), with unset weights, in training mode.
 
-    `freeze` makes a model that is only read (a reference): no parameter requires grad.
+    `freeze` makes a model that is only read (a reference): no parameter requires grad. `overrides` are fields of
+    Megatron's config.
     """
-    config = transformer_config(hf_config, options, context)
+    config = transformer_config(hf_config, options, context, **overrides)
     groups, vpp = context.groups, context.parallel.vpp
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     chunks = []

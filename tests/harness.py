@@ -1,0 +1,198 @@
+"""Our gradients in any layout, rank by rank, against the oracle's."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from oracle import DenseResult
+
+from longstraw_megatron.batch import Branch, PromptGroup
+from longstraw_megatron.config import ParallelConfig
+from longstraw_megatron.functional.objective_config import ObjectiveConfig
+from longstraw_megatron.mcore.architectures import text_config
+from longstraw_megatron.mcore.group_work import CutOptions
+from longstraw_megatron.mcore.learner import Learner, LearnerOptions
+from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
+from longstraw_megatron.mcore.parallel import init_parallel
+from longstraw_megatron.mcore.session import make_link
+from longstraw_megatron.mcore.weights import megatron_state_from_hf, named_weights
+from longstraw_megatron.mcore.weights.names import tp_of
+from longstraw_megatron.mcore.weights.table import entries_of
+from longstraw_megatron.state import StateOptions
+from longstraw_megatron.testing import run_ranks
+
+OVERALL, PER_TENSOR, PER_TENSOR_ABS, LOGPROB = 1e-5, 1e-4, 1e-6, 1e-5  # DESIGN section 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout and the knobs of a run that must not change the gradient."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sp: bool | None = None  # None: with tp > 1
+    segment_length: int = 64
+    branches_per_microbatch: int = 1
+    recompute: str = "none"
+    style: str = "zigzag"
+    page_length: int = 48
+    max_live_prefixes: int = 1
+    changes: dict = field(default_factory=dict)  # of the built TransformerConfig, e.g. the MoE dispatcher
+    frozen: tuple[str, ...] = ()  # substrings of parameter names that do not train
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        sp = self.tp > 1 if self.sp is None else self.sp
+        return ParallelConfig(tp=self.tp, cp=self.cp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=1, sp=sp)
+
+
+@dataclass
+class RankResult:
+    errors: dict[str, tuple[float, float]]  # Megatron's unsharded name -> (squared error, squared norm of the truth)
+    logprobs: dict[tuple[int, int], np.ndarray]
+    stats: dict[str, float]
+    missing: list[str]  # has a gradient where the truth has none, or the other way round
+    extra: dict = field(default_factory=dict)
+
+
+def prompt_groups(groups: list[dict]) -> list[PromptGroup]:
+    """The oracle's groups as the product reads them."""
+    return [
+        PromptGroup(
+            f"g{g}",
+            np.asarray(group["prompt"]),
+            tuple(
+                Branch(
+                    np.asarray(response),
+                    reward=0.0,
+                    advantage=float(advantage),
+                    loss_mask=np.asarray(group["masks"][b]) if "masks" in group else None,
+                )
+                for b, (response, advantage) in enumerate(zip(group["responses"], group["advantages"], strict=True))
+            ),
+        )
+        for g, group in enumerate(groups)
+    ]
+
+
+def make_groups(*shapes: tuple[int, list[int]], vocab: int = 128, seed: int = 0) -> list[dict]:
+    """Random groups of (prompt length, response lengths), with spread advantages."""
+    generator = torch.Generator().manual_seed(seed + sum(p + sum(r) for p, r in shapes))
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(1, vocab, (length,), generator=generator)
+
+    return [
+        {
+            "prompt": tokens(prompt),
+            "responses": [tokens(length) for length in responses],
+            "advantages": torch.linspace(-1.0, 1.3, len(responses)).tolist() if len(responses) > 1 else [1.0],
+        }
+        for prompt, responses in shapes
+    ]
+
+
+def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = "fp32", objective=None):
+    """(learner, context) of this rank; weights are unset."""
+    context = init_parallel(layout.parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
+    chunks = build_model(hf, BuildOptions(precision, layout.recompute), context, **layout.changes)
+    options = LearnerOptions(
+        cut=CutOptions(layout.segment_length, layout.branches_per_microbatch, layout.style, context.row_multiple),
+        state=StateOptions(exact=not detached, page_length=layout.page_length),
+        objective=objective or ObjectiveConfig(),
+        logprob_block=16,
+        max_live_prefixes=layout.max_live_prefixes,
+    )
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if any(part in name for part in layout.frozen):
+                parameter.requires_grad_(False)
+    chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False)
+    return Learner(chunks, context, options, link=make_link(context)), context
+
+
+def fill_from_hf(chunks, hf: dict, tensors: dict, groups) -> None:
+    """Set this rank's parameters from named Hugging Face tensors."""
+    full = megatron_state_from_hf(tensors, hf)
+    for weight in named_weights(chunks, entries_of(text_config(hf)), groups):
+        weight.tensor.data.copy_(_shard(weight, full[weight.entry.megatron], groups))
+
+
+def _shard(weight, full: torch.Tensor, groups) -> torch.Tensor:
+    """This rank's part of an unsharded Megatron tensor: sections of rows cut one by one, or columns."""
+    entry, (rank, size) = weight.entry, tp_of(weight.entry, groups)
+    if entry.axis == "columns":
+        return full.chunk(size, dim=1)[rank]
+    if entry.axis is None or size == 1:
+        return full
+    lengths = [sum(span.stop - span.start for span in section) for section in entry.sections]
+    return torch.cat([section.chunk(size)[rank] for section in full.split(lengths)])
+
+
+def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, precision) -> RankResult:
+    learner, context = build_learner(layout, hf, detached=detached, precision=precision)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    stats, logprobs = learner.compute_gradients(prompt_groups(groups))
+    want_all = megatron_state_from_hf(truth, hf, gradient=True)
+    errors, missing = {}, []
+    for weight in named_weights(learner.chunks, entries_of(text_config(hf)), context.groups):
+        want = want_all.get(weight.entry.megatron)
+        if not isinstance(weight.tensor, torch.nn.Parameter):
+            continue
+        if not weight.tensor.requires_grad:
+            if want is not None and not layout.frozen:
+                missing.append(weight.entry.megatron)
+            continue
+        if want is None:
+            missing.append(weight.entry.megatron)
+            continue
+        got = weight.tensor.main_grad.double()
+        want = _shard(weight, want, context.groups).double().view_as(got)
+        errors[weight.entry.megatron] = (float((got - want).square().sum()), float(want.square().sum()))
+    extra = {"state_bytes": None}
+    return RankResult(errors, logprobs, stats, missing, extra)
+
+
+def run_layout(
+    layout: Layout, hf_model, truth: DenseResult, groups: list[dict], *, detached: bool = False, precision: str = "fp32"
+) -> list[RankResult]:
+    """Gradients of `groups` on every rank of a layout, compared with the truth in the rank itself."""
+    hf = hf_model.config.to_dict() | {"architectures": [type(hf_model).__name__]}
+    weights = dict(hf_model.state_dict())
+    return run_ranks(
+        layout.world_size, _run_rank, layout, hf, weights, truth.grads, groups, detached, precision, timeout=240
+    )
+
+
+def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:
+    """DESIGN section 8's bounds for every tensor on every rank; logprobs; the loss."""
+    norm_all = math.sqrt(sum(float(g.double().square().sum()) for g in truth.grads.values() if g is not None))
+    for rank, result in enumerate(results):
+        assert not result.missing, f"rank {rank}: gradients missing or too many: {result.missing[:4]}"
+        total = math.sqrt(sum(error for error, _ in result.errors.values()))
+        # a tensor without gradient is held to the absolute bound
+        table = sorted(
+            ((math.sqrt(error) / (math.sqrt(norm) or norm_all), name) for name, (error, norm) in result.errors.items()),
+            reverse=True,
+        )
+        worst = ", ".join(f"{name} {relative:.1e}" for relative, name in table[:3])
+        rank_norm = math.sqrt(sum(norm for _, norm in result.errors.values()))
+        assert total <= OVERALL * rank_norm, f"rank {rank}: overall {total / rank_norm:.1e}; {worst}"
+        for name, (error, norm) in result.errors.items():
+            bound = PER_TENSOR * math.sqrt(norm) + PER_TENSOR_ABS * norm_all
+            assert math.sqrt(error) <= bound, (
+                f"rank {rank}: {name} off by {math.sqrt(error):.1e} > {bound:.1e}; {worst}"
+            )
+        assert result.logprobs.keys() == truth.logprobs.keys()
+        for key, logprobs in result.logprobs.items():
+            assert np.abs(logprobs - truth.logprobs[key].numpy()).max(initial=0) <= LOGPROB, f"rank {rank}: {key}"
+        assert abs(result.stats["loss"] - truth.loss) <= 1e-5 * max(1.0, abs(truth.loss))
