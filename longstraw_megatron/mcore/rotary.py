@@ -56,12 +56,12 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
 
 def swap_rotary(model: nn.Module) -> None:
     """Put segment rotaries in the place of every rotary of a GPTModel, wherever Megatron built one."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
     for module in list(model.modules()):
         rotary = getattr(module, "rotary_pos_emb", None)
         if not isinstance(rotary, RotaryEmbedding) or isinstance(rotary, SegmentRotaryEmbedding):
             continue
-        is_mla = isinstance(module, MultiLatentAttention) and not isinstance(module, DSAIndexer)
+        is_mla = isinstance(module, (MultiLatentAttention, AbsorbedMLASelfAttention))
         module.rotary_pos_emb = SegmentRotaryEmbedding.adopt(rotary, num_dims=3 if is_mla else 4)
