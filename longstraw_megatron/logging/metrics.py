@@ -16,7 +16,7 @@ from typing import Any, Self
 from longstraw_megatron.config import WandbConfig
 from longstraw_megatron.errors import RefusedError
 
-INIT_TIMEOUT_S = 60
+INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 60
 NON_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -109,6 +109,7 @@ class MetricsWriter:
                     silent=True,
                     console="off",  # bars and tables stay what they are
                     init_timeout=INIT_TIMEOUT_S,
+                    login_timeout=INIT_TIMEOUT_S,
                     finish_timeout=FINISH_TIMEOUT_S,
                     force=config.mode == "online",  # no question at a prompt, no silent fall back to offline
                 ),

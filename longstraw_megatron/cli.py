@@ -1,0 +1,46 @@
+"""The console script: `longstraw COMMAND KEY=VALUE ...`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from longstraw_megatron.config_tree import refuse_unknown
+from longstraw_megatron.errors import RefusedError
+
+# Each module has main(overrides) -> exit code; imported only when it is asked for.
+COMMANDS = {
+    "bench": ("longstraw_megatron.bench", "dense training against gradient=detached and exact: time and peak memory"),
+    "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
+}
+REFUSED = 2
+
+
+def usage() -> str:
+    lines = [f"  longstraw {name:<8} {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(
+        (
+            "longstraw COMMAND KEY=VALUE ...",
+            *lines,
+            "Training: torchrun --nproc-per-node N -m longstraw_megatron.train KEY=VALUE ...",
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the command; 2, with one sentence on stderr, where what was asked can't be done."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("help", "-h", "--help"):
+        print(usage())
+        return 0 if words else REFUSED
+    command, overrides = words[0], words[1:]
+    try:
+        if command not in COMMANDS:
+            raise refuse_unknown(command, list(COMMANDS), what="command")
+        return importlib.import_module(COMMANDS[command][0]).main(overrides)
+    except RefusedError as error:
+        print(f"longstraw: {error}", file=sys.stderr)
+        return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
