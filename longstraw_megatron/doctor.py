@@ -28,7 +28,7 @@ REQUIRED = (
     *("hydra-core>=1.3,<1.4", "matplotlib", "megatron-core>=0.19,<0.20", "numpy", "psutil", "safetensors"),
     *("torch>=2.9", "tqdm", "wandb"),
 )
-APEX_SOURCE_BUILD = "build NVIDIA apex from its GitHub source (NVIDIA/apex) with --cpp_ext --cuda_ext; the package index's apex is another"
+APEX_SOURCE_BUILD = "build NVIDIA/apex from source with its C++ and CUDA extensions (the package index's is another)"
 APEX_EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 
@@ -66,7 +66,7 @@ def check_required() -> list[Finding]:
     return findings
 
 
-def check_apex(search_path: Sequence[str] | None = None) -> Finding:
+def check_apex(search_path: Sequence[str] | None = None, *, has_gpu: bool = True) -> Finding:
     """NVIDIA's apex, or the unrelated package of that name in the package index, or none.
 
     Found by its folders, not by import: the other one may fail on import or do anything. `search_path` is sys.path.
@@ -75,7 +75,8 @@ def check_apex(search_path: Sequence[str] | None = None) -> Finding:
     folder = next((Path(p or ".") / "apex" for p in paths if (Path(p or ".") / "apex" / "__init__.py").is_file()), None)
     version = _version("apex") if search_path is None else None
     if folder is None:
-        return Finding("apex", None, "missing", False, f"fused gradient accumulation: {APEX_SOURCE_BUILD}")
+        remedy = APEX_SOURCE_BUILD if has_gpu else "not used without a GPU"
+        return Finding("apex", None, "missing", False, f"fused gradient accumulation: {remedy}")
     if not (folder / "optimizers").is_dir():
         note = f"{folder} is not NVIDIA's apex (no apex.optimizers): pip uninstall apex, then {APEX_SOURCE_BUILD}"
         return Finding("apex", version, "wrong", False, note)
@@ -100,7 +101,7 @@ def check_optional(*, has_gpu: bool) -> list[Finding]:
         gpu_only = remedy.endswith("[gpu]'")
         note = f"{purpose}: not used without a GPU" if gpu_only and not has_gpu else f"{purpose}: {remedy}"
         findings.append(Finding(distribution, None, "missing", False, note))
-    return [*findings, check_apex()]
+    return [*findings, check_apex(has_gpu=has_gpu)]
 
 
 def describe_devices() -> list[tuple[str, str]]:
@@ -113,7 +114,7 @@ def describe_devices() -> list[tuple[str, str]]:
     if len(rows) == 1:
         cuda = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         rows.append(("cuda", f"no GPU that torch can see ({cuda}); runs use the CPU and gloo"))
-    elif torch.distributed.is_nccl_available():
+    else:
         rows.append(("nccl", ".".join(map(str, torch.cuda.nccl.version()))))
     return rows
 
