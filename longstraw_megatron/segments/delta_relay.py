@@ -20,6 +20,7 @@ from longstraw_megatron.ops.delta_rule import gated_delta_rule
 from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32, heads_of, pack, unpack
 from longstraw_megatron.segments.delta_state import boundary_state, keep_state
 from longstraw_megatron.segments.segment import Segment
+from longstraw_megatron.segments.state_gradient import keep_in_graph
 
 
 def slots_of(layout: SegmentLayout) -> list[list[int]]:
@@ -120,8 +121,7 @@ def relay_delta(
 
     lengths = tuple(run.length for run in runs)
     valid = sum(lengths)
-    # A rank without runs still takes part in every gather, with zeros that hang on its inputs.
-    anchor = (qkv.sum() + g.sum() + beta.sum()) * 0 if not runs else qkv.new_zeros(())
+    # A rank without runs still takes part in every gather, forward and backward.
     if runs:
         rows = [
             F.pad(x[-width:] if width else x[:0], (0, 0, max(width - x.shape[0], 0), 0))
@@ -129,7 +129,7 @@ def relay_delta(
         ]
         last_rows = _gather_slots(torch.stack(rows), segment, cp_group)
     else:
-        last_rows = _gather_slots(anchor.expand(0, width, qkv.shape[1]), segment, cp_group)
+        last_rows = _gather_slots(qkv[:0, None].expand(0, width, -1), segment, cp_group)
     new_tail = _halo(last_rows, tail, layout, None, 0)
 
     if runs:
@@ -139,7 +139,7 @@ def relay_delta(
         g_runs, beta_runs = pack(g[:valid], lengths), pack(beta[:valid], lengths)
         maps = torch.cat(delta_rule_affine(key, value, g_runs, beta_runs), dim=-1)
     else:
-        maps = anchor.to(state_dtype).expand(0, *full_shape[:2], shape.key_dim + shape.value_dim)
+        maps = qkv.new_zeros(0, *full_shape[:2], shape.key_dim + shape.value_dim, dtype=state_dtype).requires_grad_()
     gathered = _gather_slots(maps, segment, cp_group)
     maps_a, maps_b = gathered.split((shape.key_dim, shape.value_dim), dim=-1)
     final = _compose(maps_a, maps_b, state, layout, None, 0)
@@ -149,6 +149,6 @@ def relay_delta(
         out, _ = gated_delta_rule(query, key, value, g_runs, beta_runs, initial_state=before, kernel=kernel)
         out = F.pad(unpack(out, lengths), (0, 0, 0, 0, 0, qkv.shape[0] - valid))
     else:
-        out = (anchor + conv_weight.sum() * 0).expand(qkv.shape[0], shape.num_value_heads, shape.value_dim)
-    out = out + (last_rows.sum() + gathered.sum().to(out.dtype)) * 0
+        out = qkv.new_zeros(qkv.shape[0], shape.num_value_heads, shape.value_dim)
+    out = keep_in_graph(out, last_rows, gathered, state, qkv, g, beta, conv_weight)
     return keep_state(out, segment, layer_number, new_tail, _own_shard(final, segment))

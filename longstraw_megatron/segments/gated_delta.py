@@ -18,6 +18,7 @@ from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32
 from longstraw_megatron.segments.delta_relay import relay_delta
 from longstraw_megatron.segments.delta_state import boundary_state, keep_state
 from longstraw_megatron.segments.segment import Segment
+from longstraw_megatron.segments.state_gradient import keep_in_graph
 
 
 def _run_batch(qkv, g, beta, conv_weight, tail, state, lengths, shape, kernel) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +110,8 @@ def segment_gated_delta(
         out = keep_state(out, segment, layer_number, new_tail, final)
     else:
         # A rank in lockstep without a token: nothing runs, but the graph must reach every parameter.
-        anchor = qkv.sum() + g.sum() + beta.sum() + conv_weight.sum()
-        out = anchor * qkv.new_zeros(0, shape.num_value_heads, shape.value_dim)
+        out = keep_in_graph(
+            qkv.new_zeros(0, shape.num_value_heads, shape.value_dim), qkv, g, beta, conv_weight
+        )
     out = _rows_of(out, segment)
     return heads_to_seq(out.flatten(1), cp_group).unflatten(1, (-1, shape.value_dim)) if by_heads else out

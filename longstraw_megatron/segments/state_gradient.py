@@ -34,6 +34,25 @@ class _InjectGrad(Function):
         return grad_out, None, *(grads if grads is not None else (None,) * ctx.num_states)
 
 
+class _KeepInGraph(Function):
+    @staticmethod
+    def forward(ctx, out, *tensors):
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out, *(grad_out.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
+
+
+def keep_in_graph(out: Tensor, *tensors: Tensor) -> Tensor:
+    """`out` unchanged; backward reaches `tensors` too, with zeros.
+
+    What a collective gathered must have a gradient on every rank, needed there or not: its backward is a collective.
+    """
+    return _KeepInGraph.apply(out, *tensors)
+
+
 def read_state(sink: Callable[..., None], *states: Tensor) -> tuple[Tensor, ...]:
     """Hand out stored states; backward calls `sink` with their gradients."""
     return _ReadState.apply(sink, *(state.detach().requires_grad_() for state in states))
