@@ -55,7 +55,6 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         # the objective divides by global counts itself: DDP must sum, never average
         calculate_per_token_loss=True,
-        variable_seq_lengths=True,
         # weights are loaded or drawn by name afterwards, alike in every layout
         perform_initialization=False,
         deterministic_mode=default_kernel(context.device) == "torch",
