@@ -183,9 +183,7 @@ class TestRefused:
     def test_model_of_another_shape(self, folder, groups):
         hf = read_hf_config(folder)
         (chunk,) = build({**hf, "moe_intermediate_size": 24}, groups)
-        with pytest.raises(
-            RefusedError, match=r"\.0\.linear_fc1\.weight got shape \[48, 32\], wanted \[32, 32\]"
-        ):
+        with pytest.raises(RefusedError, match=r"\.0\.linear_fc1\.weight got shape \[48, 32\], wanted \[32, 32\]"):
             load_hf_weights([chunk], folder, groups=groups)
         (chunk,) = build({**hf, "indexer_types": ["full"] * 4}, groups)
         with pytest.raises(RefusedError, match=r"indexer\.linear_wq_b\.weight got no place"):

@@ -132,15 +132,3 @@ def refuse_tp(tp: int, divided: dict[str, int], also: Callable[[int], bool] = la
         f"parallel.tp={tp} does not divide {uneven}, wanted a size that cuts every weight evenly (nothing is padded); "
         f"the nearest is parallel.tp={nearest}."
     )
-
-
-def refuse_unfit_parallel(tp: int, sequence_parallel: bool) -> None:
-    """Both architectures want sequence parallelism where TP is more than 1.
-
-    Without it Megatron leaves the gradient of the delta rule's output norm unreduced over TP, and its absorbed MLA
-    refuses to build.
-    """
-    if tp > 1 and not sequence_parallel:
-        raise RefusedError(
-            f"parallel.tp={tp} got parallel.sp=false, wanted sequence parallelism with it; set parallel.sp=true."
-        )

@@ -21,7 +21,6 @@ from longstraw_megatron.mcore.architectures.fields import (
     need_number,
     refuse_common,
     refuse_tp,
-    refuse_unfit_parallel,
     refuse_unless,
     rope_of,
 )
@@ -129,7 +128,10 @@ def _refuse_layout(hf: dict, tp: int, ep: int, etp: int, sequence_parallel: bool
     divided = {key: hf[key] for key in ("vocab_size", "num_attention_heads", "intermediate_size")}
     divided["shared experts' size"] = hf["moe_intermediate_size"] * hf["n_shared_experts"]
     refuse_tp(tp, divided)
-    refuse_unfit_parallel(tp, sequence_parallel)
+    if tp > 1 and not sequence_parallel:  # Megatron's absorbed MLA asserts it (absorbed_mla.py:171)
+        raise RefusedError(
+            f"parallel.tp={tp} got parallel.sp=false, wanted sequence parallelism with it; set parallel.sp=true."
+        )
     if hf["n_routed_experts"] % ep:
         raise RefusedError(
             f"parallel.ep={ep} does not divide n_routed_experts={hf['n_routed_experts']}, wanted equally many experts "

@@ -13,7 +13,6 @@ from longstraw_megatron.mcore.architectures.fields import (
     need_list,
     refuse_common,
     refuse_tp,
-    refuse_unfit_parallel,
     refuse_unless,
     rope_of,
 )
@@ -93,7 +92,7 @@ def check(hf: dict) -> None:
         )
 
 
-def _refuse_layout(hf: dict, tp: int, sequence_parallel: bool) -> None:
+def _refuse_layout(hf: dict, tp: int) -> None:
     groups = hf["num_key_value_heads"]
     divided = {
         "vocab_size": hf["vocab_size"],
@@ -103,7 +102,6 @@ def _refuse_layout(hf: dict, tp: int, sequence_parallel: bool) -> None:
         "intermediate_size": hf["intermediate_size"],
     }
     refuse_tp(tp, divided, also=lambda size: groups % size == 0 or size % groups == 0)
-    refuse_unfit_parallel(tp, sequence_parallel)
 
 
 def transformer_config(hf: dict, **overrides) -> TransformerConfig:
@@ -114,7 +112,7 @@ def transformer_config(hf: dict, **overrides) -> TransformerConfig:
     """
     check(hf)
     tp = overrides.get("tensor_model_parallel_size", 1)
-    _refuse_layout(hf, tp, overrides.get("sequence_parallel", False))
+    _refuse_layout(hf, tp)
     fields = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],

@@ -6,7 +6,7 @@ from longstraw_megatron.mcore.weights.hf_folder import HfFolder, check_hf_folder
 from longstraw_megatron.mcore.weights.load import load_hf_weights, megatron_state_from_hf
 from longstraw_megatron.mcore.weights.names import Naming, named_weights
 from longstraw_megatron.mcore.weights.random_init import init_random_weights
-from longstraw_megatron.mcore.weights.save import save_hf_weights
+from longstraw_megatron.mcore.weights.save import refuse_occupied, save_hf_weights
 from longstraw_megatron.mcore.weights.table import entries_of
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "load_hf_weights",
     "megatron_state_from_hf",
     "named_weights",
+    "refuse_occupied",
     "save_hf_weights",
 ]

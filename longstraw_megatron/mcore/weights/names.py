@@ -42,7 +42,7 @@ def unwrap(chunk: nn.Module) -> GPTModel:
     return chunk
 
 
-def _unsharded_names(name: str, layer_numbers: list[int], first_expert: int) -> Iterator[str]:
+def unsharded_names(name: str, layer_numbers: list[int], first_expert: int) -> Iterator[str]:
     """The names that a local parameter may have in the unsharded model."""
     match = _LAYER.match(name)
     if match is None:
@@ -62,7 +62,7 @@ def _chunk_weights(model: GPTModel, entries: dict[str, Entry], groups: ProcessGr
     first_expert = groups.ep.rank() * ((model.config.num_moe_experts or 0) // groups.ep.size())
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS))
     for local_name, tensor in (*model.named_parameters(), *buffers):
-        names = _unsharded_names(local_name, layer_numbers, first_expert)
+        names = unsharded_names(local_name, layer_numbers, first_expert)
         entry = next((entries[name] for name in names if name in entries), None)
         if entry is None:
             raise RefusedError(

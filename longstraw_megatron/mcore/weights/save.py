@@ -97,7 +97,8 @@ def save_hf_weights(
     error, source, weights, plan = None, None, [], []
     try:
         if dist.get_rank() == 0:
-            _make_empty(out_dir, partial_dir)
+            refuse_occupied(out_dir)
+            _make_empty(partial_dir)
         source = _Source(source_hf_path, hf)
         weights = [w for w in named_weights(model_chunks, entries_of(hf), groups) if not w.entry.duplicate]
         plan = split_by_size(_my_specs(weights, source, groups), max_shard_bytes)
@@ -123,11 +124,20 @@ def save_hf_weights(
     fail_together(error)
 
 
-def _make_empty(out_dir: Path, partial_dir: Path) -> None:
+def refuse_occupied(out_dir: str | Path) -> None:
+    """Refuse a place for a checkpoint that has something in it; a run asks before it trains.
+
+    Raises:
+        RefusedError: `out_dir` is a file, or a folder that is not empty.
+    """
+    out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise RefusedError(
             f"The checkpoint folder {out_dir} got something in it, wanted a new or empty one; choose another."
         )
+
+
+def _make_empty(partial_dir: Path) -> None:
     if partial_dir.exists():
         shutil.rmtree(partial_dir)  # of an earlier save that did not end
     partial_dir.mkdir(parents=True)
