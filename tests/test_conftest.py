@@ -1,0 +1,26 @@
+"""The poison of conftest.py works: on memory that the package asks for, and on that alone."""
+
+import torch
+from conftest import _poisoned
+
+import longstraw_megatron
+
+
+def run_as(name: str, expression: str):
+    """The value of `expression`, evaluated by a caller in module `name`."""
+    return eval(expression, {"__name__": name, "torch": torch})
+
+
+def test_memory_of_the_package_is_poisoned():
+    name = f"{longstraw_megatron.__name__}.state.pages"
+    for expression in ("torch.empty(3)", "torch.empty_like(torch.zeros(3))", "torch.zeros(3).new_empty(3)"):
+        assert run_as(name, expression).isnan().all(), expression
+    assert (run_as(name, "torch.empty(3, dtype=torch.int32)") == torch.iinfo(torch.int32).max).all()
+
+
+def test_memory_of_others_is_left_alone():
+    wrapped = {"factory": _poisoned(lambda: torch.ones(3))}
+    for name, is_poisoned in (("megatron.core", False), ("tests", False), (f"{longstraw_megatron.__name__}.ops", True)):
+        tensor = eval("factory()", {"__name__": name, **wrapped})
+        assert bool(tensor.isnan().all()) is is_poisoned, name
+    assert run_as(longstraw_megatron.__name__, "torch.empty(3, device='meta')").is_meta
