@@ -1,7 +1,7 @@
-"""The poison of conftest.py works: on memory that the package asks for, and on that alone."""
+"""The poison that conftest.py lays works: on memory that the package asks for, and on that alone."""
 
 import torch
-from conftest import _poisoned
+from poison import poisoned
 
 import longstraw_megatron
 
@@ -11,7 +11,7 @@ def run_as(name: str, expression: str):
     return eval(expression, {"__name__": name, "torch": torch})
 
 
-def test_memory_of_the_package_is_poisoned():
+def test_memory_of_the_package_ispoisoned():
     name = f"{longstraw_megatron.__name__}.state.pages"
     for expression in ("torch.empty(3)", "torch.empty_like(torch.zeros(3))", "torch.zeros(3).new_empty(3)"):
         assert run_as(name, expression).isnan().all(), expression
@@ -19,7 +19,7 @@ def test_memory_of_the_package_is_poisoned():
 
 
 def test_memory_of_others_is_left_alone():
-    wrapped = {"factory": _poisoned(lambda: torch.ones(3))}
+    wrapped = {"factory": poisoned(lambda: torch.ones(3))}
     for name, is_poisoned in (("megatron.core", False), ("tests", False), (f"{longstraw_megatron.__name__}.ops", True)):
         tensor = eval("factory()", {"__name__": name, **wrapped})
         assert bool(tensor.isnan().all()) is is_poisoned, name
