@@ -62,8 +62,8 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
 
 def print_summary(writer: MetricsWriter, history: list[dict[str, float]]) -> None:
     """What the run did: a line per step, then time and peak memory by phase of the last step."""
-    columns = ("step", "loss", "grad norm", "ratio", "ratio min", "ratio max", "logprob", "seconds")
-    keys = ("loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "logprobs_mean")
+    columns = ("step", "loss", "grad norm", "ratio", "ratio min", "ratio max", "logprob +", "logprob -", "seconds")
+    keys = ("loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "logprobs_preferred", "logprobs_rejected")
     rows = [
         (step, *(metrics.get(f"train/{key}") for key in keys), metrics["perf/step_seconds"])
         for step, metrics in enumerate(history, start=1)

@@ -169,7 +169,7 @@ def run_layout(
     hf = hf_model.config.to_dict() | {"architectures": [type(hf_model).__name__]}
     weights = dict(hf_model.state_dict())
     return run_ranks(
-        layout.world_size, _run_rank, layout, hf, weights, truth.grads, groups, detached, precision, timeout=240
+        layout.world_size, _run_rank, layout, hf, weights, truth.grads, groups, detached, precision, timeout=400
     )
 
 

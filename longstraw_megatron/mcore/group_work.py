@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longstraw_megatron.batch import PromptGroup, split_microbatches
+from longstraw_megatron.comm.counters import Traffic
 from longstraw_megatron.layout import SegmentLayout, Style, cut_sequences
 from longstraw_megatron.mcore.segment_pass import SegmentPass
 from longstraw_megatron.segments.segment import Mode, positions_of
@@ -47,6 +48,10 @@ class GroupCut:
     segment_layouts: tuple[SegmentLayout, ...]
     branch_layouts: tuple[SegmentLayout, ...]
     microbatches: tuple[tuple[int, ...], ...]  # branches of each; fillers of lockstep have none, and come last
+
+    @property
+    def cp_size(self) -> int:
+        return (*self.segment_layouts, *self.branch_layouts)[0].cp_size
 
     @property
     def rows(self) -> GroupRows:
@@ -95,8 +100,10 @@ class GroupWork:
         cp_rank: int,
         num_chunks: int,
         device: torch.device,
+        traffic: Traffic,
     ):
         self.group = group
+        self.traffic = traffic
         self.cp_rank = cp_rank
         self.device = device
         self.prefix_length = len(group.prefix_tokens) if group is not None else 0
@@ -104,9 +111,11 @@ class GroupWork:
         self.branch_layouts = cut.branch_layouts
         self.microbatches = cut.microbatches
         lengths = [layout.num_tokens for layout in self.segment_layouts]
-        valid = [layout.valid(cp_rank) for layout in self.segment_layouts]
         self.starts = [0, *accumulate(lengths)]
-        self.prefix_rows = [0, *accumulate(valid)]
+        # rows_by_rank[i][r]: what cp rank r holds before segment i
+        by_rank = [[0, *accumulate(layout.valid(r) for layout in self.segment_layouts)] for r in range(cut.cp_size)]
+        self.rows_by_rank = list(zip(*by_rank, strict=True))
+        self.prefix_rows = by_rank[cp_rank]
         self.states = [PrefixState(state_options, num_rows=self.prefix_rows[-1]) for _ in range(num_chunks)]
         self.logprobs: dict[int, Tensor] = {}  # branch -> [R] float32, filled by the last stage
 
@@ -120,13 +129,13 @@ class GroupWork:
 
     def prompt_pass(self, index: int, mode: Mode, chunk: int) -> SegmentPass:
         """The pass of prompt segment `index`: PREFILL or WALK."""
-        return self._pass(mode, index, self.starts[index], self.prefix_rows[index], self.segment_layouts[index], chunk)
+        return self._pass(mode, index, self.starts[index], self.segment_layouts[index], chunk)
 
     def branch_pass(self, microbatch: int, chunk: int) -> SegmentPass:
         """The pass of a microbatch of branches: every branch starts at the last prompt token's position."""
         layout = self.branch_layouts[microbatch]
         last = self.num_segments
-        return self._pass(Mode.REPLAY, last, self.prefix_length, self.prefix_rows[last], layout, chunk)
+        return self._pass(Mode.REPLAY, last, self.prefix_length, layout, chunk)
 
     def prompt_ids(self, index: int) -> Tensor:
         """Input ids of this rank's shard of prompt segment `index`, [1, rows]."""
@@ -155,12 +164,14 @@ class GroupWork:
         rows[: len(index)] = np.asarray(packed, dtype=np.int64)[index]
         return torch.from_numpy(rows).to(self.device)
 
-    def _pass(self, mode, index, start, prefix_rows, layout, chunk) -> SegmentPass:
+    def _pass(self, mode, index, start, layout, chunk) -> SegmentPass:
         return SegmentPass(
             mode=mode,
             index=index,
             start=start,
-            prefix_rows=prefix_rows,
+            prefix_rows=self.prefix_rows[index],
+            prefix_rows_by_rank=self.rows_by_rank[index],
+            traffic=self.traffic,
             layout=layout,
             cp_rank=self.cp_rank,
             state=self.states[chunk],

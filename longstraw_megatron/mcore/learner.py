@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.comm.counters import Traffic
 from longstraw_megatron.comm.pipeline import StageLink
 from longstraw_megatron.errors import NonFiniteError
 from longstraw_megatron.functional.advantages import group_advantages
@@ -65,6 +66,7 @@ class Learner:
         self.context = context
         self.options = options
         self.monitor = monitor or Monitor(context.device)
+        self.traffic = Traffic()  # bytes that context parallelism sent, over the learner's life
         self.engine = Engine(
             chunks,
             context,
@@ -104,7 +106,8 @@ class Learner:
             finalize_grads(self.chunks, self.context, reduce_fully=reduce_fully)
         stats = self._reduce_stats(list(result.losses.values()))
         self._check_finite(groups)
-        return summarize_stats(stats), self._share_logprobs(indices, works)
+        logprobs = self._share_logprobs(indices, works)
+        return summarize_stats(stats) | self._by_advantage(groups, logprobs), logprobs
 
     def _prepare(
         self, groups: Sequence[PromptGroup], state: StateOptions, *, forward_only: bool
@@ -128,6 +131,7 @@ class Learner:
                 cp_rank=pg.cp.rank(),
                 num_chunks=len(self.chunks),
                 device=self.context.device,
+                traffic=self.traffic,
             )
             for index, rows in step
         ]
@@ -148,14 +152,7 @@ class Learner:
         denominators = Denominators.of(
             [group.loss_tokens for group in groups], [group.response_lengths for group in groups]
         )
-        advantages = [
-            group_advantages(
-                [branch.reward for branch in group.branches],
-                [branch.advantage for branch in group.branches],
-                divide_by_std=config.divide_by_std,
-            )
-            for group in groups
-        ]
+        advantages = self._advantages(groups)
 
         def as_tensor(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else torch.from_numpy(np.asarray(array))
@@ -180,6 +177,29 @@ class Learner:
                 raise error.at(group.group_id, branch_index) from error
 
         return objective
+
+    def _advantages(self, groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
+        return [
+            group_advantages(
+                [branch.reward for branch in group.branches],
+                [branch.advantage for branch in group.branches],
+                divide_by_std=self.options.objective.divide_by_std,
+            )
+            for group in groups
+        ]
+
+    def _by_advantage(self, groups: Sequence[PromptGroup], logprobs: Logprobs) -> dict[str, float]:
+        """Mean logprob of the loss tokens of branches that the step pushes up, and of those it pushes down."""
+        sums = {"logprobs_preferred": [0.0, 0], "logprobs_rejected": [0.0, 0]}
+        for g, advantages in enumerate(self._advantages(groups)):
+            for b, advantage in enumerate(advantages.tolist()):
+                if advantage == 0 or (g, b) not in logprobs:
+                    continue
+                mask = groups[g].branches[b].mask == 1
+                entry = sums["logprobs_preferred" if advantage > 0 else "logprobs_rejected"]
+                entry[0] += float(logprobs[g, b][mask].sum())
+                entry[1] += int(mask.sum())
+        return {name: total / count for name, (total, count) in sums.items() if count}
 
     def _reduce_stats(self, losses: list[BranchLoss]) -> dict[str, torch.Tensor]:
         """Statistics over all branches of the global batch, on every rank."""

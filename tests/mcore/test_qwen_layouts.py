@@ -1,0 +1,96 @@
+"""The Qwen hybrid in every parallel layout: every parameter's gradient on every rank against Hugging Face's."""
+
+import pytest
+from harness import Layout, assert_equals_oracle, make_groups, run_layout
+from oracle import dense_grpo, make_model, qwen_config
+
+FEW_HEADS, MANY_HEADS = (
+    {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+    {
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+)
+GROUPS = ((150, [20, 1, 33]), (37, [5, 9]))
+
+TENSOR_AND_DATA = {
+    "tp2 sp": Layout(tp=2),
+    "tp2 without sp": Layout(tp=2, sp=False),
+    "tp2 sp, packed, recompute": Layout(tp=2, branches_per_microbatch=2, recompute="full"),
+    "dp2": Layout(dp=2),
+    "dp3: more ranks than groups": Layout(dp=3),
+}
+CONTEXT = {
+    "cp2": Layout(cp=2),
+    "cp2, packed, recompute": Layout(cp=2, branches_per_microbatch=3, recompute="full"),
+    "cp2 contiguous": Layout(cp=2, style="contiguous"),
+    "cp3": Layout(cp=3),
+    "cp4": Layout(cp=4),
+    "cp8, segments shorter than the ranks": Layout(cp=8, segment_length=50),
+    "tp2 cp2 without sp": Layout(tp=2, cp=2, sp=False),
+    "tp2 sp cp2": Layout(tp=2, cp=2, branches_per_microbatch=2),
+    "cp2 dp2": Layout(cp=2, dp=2),
+}
+PIPELINE = {
+    "pp2": Layout(pp=2),
+    "pp4, recompute": Layout(pp=4, recompute="full"),
+    "pp2 vpp2": Layout(pp=2, vpp=2),
+    "pp2, two prefixes alive, packed": Layout(pp=2, max_live_prefixes=2, branches_per_microbatch=2),
+    "pp2 tp2": Layout(pp=2, tp=2),
+    "pp2 cp2": Layout(pp=2, cp=2),
+    "pp2 dp2": Layout(pp=2, dp=2),
+    "tp2 sp pp2 cp2": Layout(tp=2, pp=2, cp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def truths():
+    made = {}
+
+    def truth(heads: str, shapes, detached: bool):
+        key = (heads, repr(shapes), detached)
+        if key not in made:
+            model = make_model(qwen_config(**(FEW_HEADS if heads == "few" else MANY_HEADS)))
+            groups = make_groups(*shapes)
+            made[key] = model, groups, dense_grpo(model, groups, detached=detached)
+        return made[key]
+
+    return truth
+
+
+def _check(truths, layout, heads="few", detached=False, shapes=GROUPS):
+    model, groups, truth = truths(heads, shapes, detached)
+    assert_equals_oracle(run_layout(layout, model, truth, groups, detached=detached), truth)
+
+
+@pytest.mark.parametrize("name", TENSOR_AND_DATA)
+def test_tensor_and_data_parallel(truths, name):
+    _check(truths, TENSOR_AND_DATA[name])
+
+
+@pytest.mark.parametrize("heads", ["few", "many"])  # state relayed over ranks, state sharded by heads
+@pytest.mark.parametrize("name", CONTEXT)
+def test_context_parallel(truths, name, heads):
+    _check(truths, CONTEXT[name], heads)
+
+
+@pytest.mark.parametrize("heads", ["few", "many"])
+@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2 sp cp2", "cp2 dp2", "cp3"])
+def test_context_parallel_detached(truths, name, heads):
+    _check(truths, CONTEXT[name], heads, detached=True)
+
+
+def test_more_ranks_than_tokens(truths):
+    _check(truths, Layout(cp=4, segment_length=3, page_length=2), shapes=((8, [2, 1]), (1, [3])))
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+def test_pipeline_parallel(truths, name):
+    _check(truths, PIPELINE[name])
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 vpp2"])
+def test_pipeline_parallel_detached(truths, name):
+    _check(truths, PIPELINE[name], detached=True)
