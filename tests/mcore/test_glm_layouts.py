@@ -1,0 +1,52 @@
+"""GLM in parallel layouts: every parameter's gradient on every rank against Hugging Face's, with 4 index heads.
+
+Three groups of different shape, so that data-parallel ranks of one expert group run in lockstep, one of them longer
+than the others or without any group.
+"""
+
+import pytest
+from glm_oracle import glm_truth
+from harness import Layout, assert_equals_oracle, make_groups, run_layout
+from oracle import glm_config, make_model
+
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+LAYOUTS = {
+    "cp2": Layout(cp=2, segment_length=16),
+    "cp2_contiguous_packed": Layout(cp=2, segment_length=16, style="contiguous", branches_per_microbatch=3),
+    "cp3": Layout(cp=3, segment_length=16),
+    "cp4_recompute": Layout(cp=4, segment_length=16, recompute="full", branches_per_microbatch=2),
+    "cp8": Layout(cp=8, segment_length=40, branches_per_microbatch=3),
+    "tp2_sp": Layout(tp=2, segment_length=16),
+    "tp2_sp_recompute": Layout(tp=2, segment_length=16, recompute="full"),
+    "dp2": Layout(dp=2, segment_length=16),
+    "ep2": Layout(dp=2, ep=2, segment_length=16),
+    "ep2_recompute": Layout(dp=2, ep=2, segment_length=16, recompute="full"),
+    "ep2_allgather": Layout(dp=2, ep=2, segment_length=16, changes=ALLGATHER),
+    "ep4_a_rank_without_group": Layout(dp=4, ep=4, segment_length=32),
+    "ep4_allgather": Layout(dp=4, ep=4, segment_length=32, recompute="full", changes=ALLGATHER),
+    "tp2_sp_ep2": Layout(tp=2, dp=2, ep=2, segment_length=16),
+    "tp2_sp_cp2": Layout(tp=2, cp=2, segment_length=16),
+    "cp2_ep2": Layout(cp=2, ep=2, segment_length=16),
+    "cp4_ep4": Layout(cp=4, ep=4, segment_length=40),
+    "cp2_ep2_dp2": Layout(cp=2, ep=2, dp=2, segment_length=16, branches_per_microbatch=3),
+}
+
+
+@pytest.fixture(scope="module")
+def case():
+    model = make_model(glm_config(index_n_heads=4))
+    groups = make_groups((60, [12, 1, 17]), (1, [5]), (37, [8, 3]))
+    return model, groups, glm_truth(model, groups)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradient_is_that_of_full_sequences(case, name):
+    model, groups, truth = case
+    assert_equals_oracle(run_layout(LAYOUTS[name], model, truth, groups), truth)
+
+
+@pytest.mark.parametrize("name", ["cp2", "tp2_sp", "ep2"])
+def test_detached_gradient_is_that_of_a_detached_cache(case, name):
+    model, groups, _ = case
+    truth = glm_truth(model, groups, detached=True)
+    assert_equals_oracle(run_layout(LAYOUTS[name], model, truth, groups, detached=True), truth)
