@@ -88,7 +88,7 @@ class TrainerConfig:
     save_dir: str | None
     save_every: int | None  # steps between checkpoints; None with a save_dir: after the last step only
     keep: int | None  # newest checkpoints that are kept; None: all
-    resume: str | None  # a checkpoint folder, or `latest` for the newest in save_dir
+    resume: str | None  # a checkpoint folder, or `auto`: the newest in save_dir, if there is any
     export_grads: str | None
     export_logprobs: str | None
     export_hf: str | None  # folder for the final weights as a Hugging Face checkpoint
@@ -181,8 +181,8 @@ def _check(config: Config) -> None:
         for key, value in (("save_every", trainer.save_every), ("keep", trainer.keep)):
             if value is not None:
                 raise RefusedError(f"trainer.{key}={value} needs trainer.save_dir, got none; name a folder.")
-        if trainer.resume == "latest":
-            raise RefusedError("trainer.resume=latest looks in trainer.save_dir, got none; name the folder.")
+        if trainer.resume == "auto":
+            raise RefusedError("trainer.resume=auto looks in trainer.save_dir, got none; name the folder.")
 
 
 def check_world_size(config: Config, world_size: int) -> int:

@@ -51,13 +51,45 @@ def read_groups(config: Config) -> list[PromptGroup]:
 def check(config: Config, world_size: int) -> list[PromptGroup]:
     """All that is judged before torch.distributed and Megatron start; returns the rollouts."""
     from longstraw_megatron.mcore.architectures import architecture_of, text_config
-    from longstraw_megatron.mcore.weights import check_hf_folder
+    from longstraw_megatron.mcore.weights import check_hf_folder, refuse_occupied
 
     check_world_size(config, world_size)
     architecture_of(config.model.hf_config).check(text_config(config.model.hf_config))
     for folder in {config.model.hf_path, config.reference.hf_path} - {None}:
         check_hf_folder(folder, config.model.hf_config)
-    return read_groups(config)
+    if config.trainer.export_hf is not None:
+        refuse_occupied(config.trainer.export_hf)
+    groups = read_groups(config)
+    check_routed_experts(config, groups)
+    return groups
+
+
+def check_routed_experts(config: Config, groups: list[PromptGroup]) -> None:
+    """Router replay needs the experts of every MoE layer for every branch, or for none."""
+    given = [(group, i, branch) for group in groups for i, branch in enumerate(group.branches)]
+    having = [branch for _, _, branch in given if branch.routed_experts is not None]
+    if not having:
+        return
+    hf = config.model.hf_config
+    num_experts, top_k = hf.get("n_routed_experts", 0), hf.get("num_experts_per_tok", 0)
+    num_layers = hf["num_hidden_layers"] - hf.get("first_k_dense_replace", 0) if num_experts else 0
+    for group, i, branch in given:
+        where = f"routed_experts of branch {i} of group {group.group_id}"
+        if not num_experts:
+            raise RefusedError(f"{where} got values, but the model has no experts; drop the field.")
+        if branch.routed_experts is None:
+            raise RefusedError(f"{where} is absent, but other branches have them; give all branches theirs, or none.")
+        shape, wanted = branch.routed_experts.shape[1:], (num_layers, top_k)
+        if shape != wanted:
+            raise RefusedError(
+                f"{where} got {list(shape)} [MoE layers, top-k] per token, wanted {list(wanted)}; record them with "
+                "this model."
+            )
+        if branch.routed_experts.max(initial=0) >= num_experts:
+            raise RefusedError(
+                f"{where} names expert {branch.routed_experts.max()}, but the model has {num_experts}, counted from 0; "
+                "record them with this model."
+            )
 
 
 def print_summary(writer: MetricsWriter, history: list[dict[str, float]]) -> None:
@@ -89,6 +121,7 @@ def print_summary(writer: MetricsWriter, history: list[dict[str, float]]) -> Non
 def run(config: Config, groups: list[PromptGroup]) -> None:
     """Build and train. Every rank runs this."""
     from longstraw_megatron.mcore.parallel import init_parallel, pick_device
+    from longstraw_megatron.mcore.resume import find_resume
     from longstraw_megatron.mcore.session import build_trainer
 
     device = pick_device(config.device)
@@ -99,12 +132,19 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
         if context.is_first:
             logger.warning(warning)
     progress = Progress(enabled=None if context.is_first else False)
+    resume_from = find_resume(config, groups)
     writer = MetricsWriter(
-        config.run_dir, config.wandb, is_writer=context.is_first, run_config=dataclasses.asdict(config)
+        config.run_dir,
+        config.wandb,
+        is_writer=context.is_first,
+        run_config=dataclasses.asdict(config),
+        resume_step=None if resume_from is None else resume_from.step,
     )
     history: list[dict[str, float]] = []
     with writer:
-        trainer = build_trainer(config, groups, context, progress=progress)
+        trainer = build_trainer(
+            config, groups, context, progress=progress, resume_from=resume_from, wandb_id=writer.wandb_id
+        )
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             progress.end()

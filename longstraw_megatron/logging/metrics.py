@@ -84,6 +84,11 @@ class MetricsWriter:
                 _keep_steps(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
 
+    @property
+    def wandb_id(self) -> str | None:
+        """W&B's id of this run, on the rank that writes."""
+        return None if self._run is None else self._run.id
+
     def _start_wandb(self, config: WandbConfig, run_config: Mapping[str, Any] | None, *, is_resumed: bool) -> Any:
         import wandb
 

@@ -101,7 +101,9 @@ class GroupWork:
         num_chunks: int,
         device: torch.device,
         traffic: Traffic,
+        moe_layers: tuple[int, ...] = (),
     ):
+        self.moe_layers = moe_layers
         self.group = group
         self.traffic = traffic
         self.cp_rank = cp_rank
@@ -135,7 +137,9 @@ class GroupWork:
         """The pass of a microbatch of branches: every branch starts at the last prompt token's position."""
         layout = self.branch_layouts[microbatch]
         last = self.num_segments
-        return self._pass(Mode.REPLAY, last, self.prefix_length, layout, chunk)
+        segment = self._pass(Mode.REPLAY, last, self.prefix_length, layout, chunk)
+        segment.routed_experts = self._routed_experts(microbatch)
+        return segment
 
     def prompt_ids(self, index: int) -> Tensor:
         """Input ids of this rank's shard of prompt segment `index`, [1, rows]."""
@@ -156,6 +160,18 @@ class GroupWork:
     def release(self, index: int, chunk: int) -> None:
         """Forget the state that segment `index` and later ones made: its walk is done."""
         self.states[chunk].truncate(num_rows=self.prefix_rows[index], boundary=index)
+
+    def _routed_experts(self, microbatch: int) -> dict[int, Tensor] | None:
+        """Router replay: for each MoE layer the experts [rows, top-k] that came with the rollouts, if they did."""
+        given = [self.group.branches[i].routed_experts for i in self.microbatches[microbatch]]
+        if not given or any(experts is None for experts in given):
+            return None
+        layout = self.branch_layouts[microbatch]
+        index = layout.packed_index(self.cp_rank)
+        local = np.zeros((layout.rows, *given[0].shape[1:]), dtype=np.int64)
+        local[: len(index)] = np.concatenate(given)[index]
+        experts = torch.from_numpy(local).to(self.device)
+        return {layer: experts[:, i] for i, layer in enumerate(self.moe_layers)}
 
     def _shard(self, packed: np.ndarray | list, layout: SegmentLayout, fill: int) -> Tensor:
         """packed [tokens of the segment] -> this rank's rows [rows] on the device."""

@@ -30,7 +30,7 @@ from longstraw_megatron.functional.objective_stats import (
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import CutOptions, GroupWork, cut_group
 from longstraw_megatron.mcore.lockstep import assign_step
-from longstraw_megatron.mcore.model import unwrap
+from longstraw_megatron.mcore.model import moe_layer_numbers, unwrap
 from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.reductions import finalize_grads
@@ -89,13 +89,12 @@ class Learner:
         *,
         old_logprobs: Logprobs | None = None,
         ref_logprobs: Logprobs | None = None,
-        reduce_fully: bool = False,
     ) -> tuple[dict[str, float], Logprobs]:
         """Gradient of the objective over all of `groups`, complete on every rank; statistics and logprobs.
 
         `old_logprobs` and `ref_logprobs` go before those that came with the rollouts; where neither has old ones, the
         ratio is taken to the current weights themselves. With a distributed optimizer a rank keeps the gradient of
-        its own shard only, unless `reduce_fully`. Raises NonFiniteError before any weight changes.
+        its own shard. Raises NonFiniteError before any weight changes.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -103,7 +102,7 @@ class Learner:
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
         result = self.engine.run(actions, works, objective=objective)
         with self.monitor.phase("reduce"):
-            finalize_grads(self.chunks, self.context, reduce_fully=reduce_fully)
+            finalize_grads(self.chunks, self.context)
         stats = self._reduce_stats(list(result.losses.values()))
         self._check_finite(groups)
         logprobs = self._share_logprobs(indices, works)
@@ -132,6 +131,7 @@ class Learner:
                 num_chunks=len(self.chunks),
                 device=self.context.device,
                 traffic=self.traffic,
+                moe_layers=moe_layer_numbers(config),
             )
             for index, rows in step
         ]

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_moe_layer_pattern
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from longstraw_megatron.mcore.architectures import architecture_of, text_config
 from longstraw_megatron.mcore.gated_delta_net import SegmentGatedDeltaNet
 from longstraw_megatron.mcore.parallel import ParallelContext
+from longstraw_megatron.mcore.quiet import quiet_megatron_build
 from longstraw_megatron.mcore.rotary import swap_rotary
 from longstraw_megatron.mcore.sparse_attention import freeze_indexer
 from longstraw_megatron.mcore.specs import get_segment_block_spec
@@ -63,6 +65,7 @@ def transformer_config(
     )
 
 
+@quiet_megatron_build()
 def build_model(
     hf_config: dict, options: BuildOptions, context: ParallelContext, *, freeze: bool = False, **overrides
 ) -> list[GPTModel]:
@@ -98,6 +101,7 @@ def build_model(
     return chunks
 
 
+@quiet_megatron_build()
 def wrap_ddp(
     chunks: list[GPTModel], context: ParallelContext, *, use_distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
@@ -115,6 +119,13 @@ def wrap_ddp(
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=context.groups)
         for i, chunk in enumerate(chunks)
     ]
+
+
+def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
+    """Layer numbers (from 1, over all stages) of the mixture-of-experts layers, in the order of `routed_experts`."""
+    if config.num_moe_experts is None:
+        return ()
+    return tuple(i + 1 for i, is_moe in enumerate(get_moe_layer_pattern(config)) if is_moe)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:

@@ -9,8 +9,10 @@ from torch import nn
 from longstraw_megatron.config import OptimizerConfig
 from longstraw_megatron.mcore.model import PRECISIONS
 from longstraw_megatron.mcore.parallel import ParallelContext
+from longstraw_megatron.mcore.quiet import quiet_megatron_build
 
 
+@quiet_megatron_build()
 def build_optimizer(
     config: OptimizerConfig,
     chunks: list[nn.Module],

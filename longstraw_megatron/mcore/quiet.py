@@ -4,9 +4,11 @@ Every one of them tells that an optional package is missing and what is used in 
 of Megatron's. Other warnings, and anything that is logged or warned after the import, come through.
 """
 
+import contextlib
 import importlib
 import logging
 import warnings
+from collections.abc import Iterator
 
 # (message as a regular expression from its start, category); who says it, in megatron/core of 0.19.2
 KNOWN_WARNINGS = (
@@ -15,6 +17,14 @@ KNOWN_WARNINGS = (
     ("absl.logging is not installed", UserWarning),  # hyper_comm_grid.py:20
     ("The following imports from `dynamic_context.py`", DeprecationWarning),  # inference/contexts/__init__.py:9
     (r"(\"\\-\" is an )?invalid escape sequence", SyntaxWarning),  # inference/contexts/kv_block_allocator.py:426
+)
+KNOWN_BUILD_WARNINGS = (
+    ("full scope is deprecated", UserWarning),  # transformer_config.py:2415, from its own default
+    (
+        "MimoModelConfig is experimental",
+        UserWarning,
+    ),  # models/mimo/config/base_configs.py:12, imported by the optimizer
+    ("When using sequence parallelism it is recommended to set", UserWarning),  # layers.py:848, on a CPU there is none
 )
 MODULES = (
     "megatron.core",
@@ -29,7 +39,25 @@ MODULES = (
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return "No CUDA runtime is found" not in record.getMessage()
+    known = ("No CUDA runtime is found", "GPTModel IS DEPRECATED")
+    return not record.getMessage().startswith(known)
+
+
+@contextlib.contextmanager
+def quiet_megatron_build() -> Iterator[None]:
+    """Building a model or an optimizer without the warnings that Megatron is known to give on the way.
+
+    GPTModel's is about its successor, HybridModel, whose layer numbers do not fit IndexShare in 0.19.
+    """
+    gpt_model = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    gpt_model.addFilter(_is_news)
+    try:
+        with warnings.catch_warnings():
+            for message, category in KNOWN_BUILD_WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=category)
+            yield
+    finally:
+        gpt_model.removeFilter(_is_news)
 
 
 def quiet_megatron_import() -> None:

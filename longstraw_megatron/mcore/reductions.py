@@ -26,10 +26,10 @@ def forgotten_parameters(chunk: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def finalize_grads(chunks: list[nn.Module], context: ParallelContext, *, reduce_fully: bool = False) -> None:
-    """Complete every parameter's gradient; `chunks` are wrapped in DDP.
+def finalize_grads(chunks: list[nn.Module], context: ParallelContext) -> None:
+    """Complete every parameter's gradient on every rank; `chunks` are wrapped in DDP.
 
-    With a distributed optimizer a rank gets its own shard of the gradient only, unless `reduce_fully`.
+    With a distributed optimizer a rank gets its own shard of the gradient.
     """
     tp_group = context.groups.tp
     if tp_group.size() > 1:
@@ -39,4 +39,4 @@ def finalize_grads(chunks: list[nn.Module], context: ParallelContext, *, reduce_
             dist.all_reduce(flat, group=tp_group)
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
-    finalize_model_grads(chunks, None, pg_collection=context.groups, force_all_reduce=reduce_fully)
+    finalize_model_grads(chunks, None, pg_collection=context.groups)

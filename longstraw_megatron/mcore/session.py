@@ -8,11 +8,13 @@ from torch import nn
 from longstraw_megatron.batch import PromptGroup
 from longstraw_megatron.comm.pipeline import StageLink, make_channels
 from longstraw_megatron.config import Config
+from longstraw_megatron.mcore.checkpoint_folder import Checkpoint
 from longstraw_megatron.mcore.group_work import CutOptions
 from longstraw_megatron.mcore.learner import Learner, LearnerOptions, Logprobs
 from longstraw_megatron.mcore.model import PRECISIONS, BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.optimizer import build_optimizer, build_scheduler
 from longstraw_megatron.mcore.parallel import ParallelContext, pipeline_ranks
+from longstraw_megatron.mcore.resume import resume_run, save_run
 from longstraw_megatron.mcore.trainer import Trainer, TrainerOptions
 from longstraw_megatron.mcore.weights import init_random_weights, load_hf_weights
 from longstraw_megatron.schedule import Action
@@ -85,8 +87,10 @@ def build_trainer(
     context: ParallelContext,
     *,
     progress: Callable[[Action], None] | None = None,
+    resume_from: Checkpoint | None = None,
+    wandb_id: str | None = None,
 ) -> Trainer:
-    """Reference scores, model, DDP, optimizer and schedule of a run."""
+    """Reference scores, model, DDP, optimizer and schedule of a run, where `resume_from` left it."""
     link = make_link(context)
     ref_logprobs = score_reference(config, groups, context, link)
     build = BuildOptions(precision=config.precision, recompute=config.recompute)
@@ -97,21 +101,25 @@ def build_trainer(
     optimizer = build_optimizer(
         config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
     )
-    trainer = config.trainer
-    return Trainer(
+    trainer = Trainer(
         learner=Learner(chunks, context, learner_options(config, context), link=link, progress=progress),
         optimizer=optimizer,
-        scheduler=build_scheduler(config.optimizer, optimizer, max_steps=trainer.max_steps),
+        scheduler=build_scheduler(config.optimizer, optimizer, max_steps=config.trainer.max_steps),
         groups=groups,
         options=TrainerOptions(
-            max_steps=trainer.max_steps,
+            max_steps=config.trainer.max_steps,
             groups_per_step=config.groups_per_step,
-            export_grads=trainer.export_grads,
-            export_logprobs=trainer.export_logprobs,
-            export_hf=trainer.export_hf,
-            save_every=trainer.save_every,
+            export_grads=config.trainer.export_grads,
+            export_logprobs=config.trainer.export_logprobs,
+            export_hf=config.trainer.export_hf,
+            save_every=config.trainer.save_every,
         ),
         hf_config=config.model.hf_config,
         hf_path=config.model.hf_path,
         ref_logprobs=ref_logprobs,
     )
+    if config.trainer.save_dir is not None:
+        trainer.save = lambda step: save_run(trainer, step, config, wandb_id)
+    if resume_from is not None:
+        resume_run(trainer, resume_from)
+    return trainer

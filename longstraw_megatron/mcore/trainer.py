@@ -66,8 +66,7 @@ class Trainer:
     ref_logprobs: Logprobs = field(default_factory=dict)
     old_logprobs: Logprobs = field(default_factory=dict)
     first_step: int = 0
-    save: Callable[[int, "Trainer"], None] | None = None
-    timings: dict[str, float] = field(default_factory=dict)
+    save: Callable[[int], None] | None = None  # called after a step that is to be kept
 
     def run(self, on_step: StepCallback) -> None:
         """Train from `first_step` to `max_steps`; `on_step(step, metrics)` on every rank, counted from 1."""
@@ -80,7 +79,7 @@ class Trainer:
             on_step(step + 1, metrics)
             done, every = step + 1, self.options.save_every
             if self.save is not None and (done == self.options.max_steps or (every and done % every == 0)):
-                self.save(done, self)
+                self.save(done)
         if self.options.export_hf:
             save_hf_weights(
                 self.learner.engine.chunks,
@@ -99,10 +98,9 @@ class Trainer:
             groups,
             old_logprobs=pick(self.old_logprobs, indices),
             ref_logprobs=pick(self.ref_logprobs, indices),
-            reduce_fully=step == 0 and self.options.export_grads is not None,
         )
-        if step == self.first_step:
-            self._write_first(groups, logprobs, step)
+        if step == 0:
+            self._write_first(groups, logprobs)
         if self._keeps_first_logprobs(step, indices):
             self.old_logprobs = self._missing_old(logprobs, indices)
         with learner.monitor.phase("optimizer"):
@@ -157,11 +155,14 @@ class Trainer:
             self.old_logprobs = self._missing_old(scored, later)
             self.learner.monitor.take()
 
-    def _write_first(self, groups: list[PromptGroup], logprobs: Logprobs, step: int) -> None:
-        if self.options.export_logprobs and step == 0 and dist.get_rank() == 0:
-            all_groups = self.groups if len(groups) == len(self.groups) else groups
-            write_logprobs(self.options.export_logprobs, all_groups, logprobs)
-        if self.options.export_grads and step == 0:
+    def _write_first(self, groups: list[PromptGroup], logprobs: Logprobs) -> None:
+        """Exports of the first step, before any update."""
+        if self.options.export_logprobs:
+            if len(groups) < len(self.groups):
+                logprobs = self.learner.score(self.groups)
+            if dist.get_rank() == 0:
+                write_logprobs(self.options.export_logprobs, self.groups, logprobs)
+        if self.options.export_grads:
             export_grads(
                 self.learner.chunks,
                 self.options.export_grads,
