@@ -98,6 +98,9 @@ class Learner:
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                # a float32 optimizer leaves .grad as an alias of main_grad: autograd would add to it twice
+                parameter.grad = None
         indices, works, actions = self._prepare(groups, self.options.state, forward_only=False)
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
         result = self.engine.run(actions, works, objective=objective)
