@@ -30,12 +30,12 @@ Key = tuple[Op, int, int, int]  # (op, group, unit, stage) of the compute action
 
 
 @dataclass
-class _LiveGraph:
+class LiveGraph:
     """A microbatch between FORWARD and BACKWARD on one stage."""
 
     stage_input: Tensor | None  # leaf whose gradient goes to the stage before
-    output: Tensor  # hidden states; logprobs of this rank's rows on the last stage
-    grad_output: Tensor | None  # last stage: d loss / d logprob [T]
+    output: Tensor  # hidden states; on the last stage logprobs of this rank's rows, or a loss
+    grad_output: Tensor | None  # last stage: d loss / d output; None for a loss, and for what the next stage sends
 
 
 @dataclass
@@ -43,6 +43,18 @@ class StepResult:
     """Losses by (group, branch), on the ranks of the last stage; logprobs lie on the GroupWorks."""
 
     losses: dict[tuple[int, int], BranchLoss] = field(default_factory=dict)
+
+
+def decoder_input(model: GPTModel, ids: Tensor, stage_input: Tensor | None) -> Tensor | None:
+    """What enters the decoder: embedded `ids` [1, rows] on the first stage; elsewhere the stage's input is set."""
+    if not model.pre_process:
+        model.set_input_tensor(stage_input)
+        return None
+    embedded = model.embedding(input_ids=ids, position_ids=None)
+    if torch.is_grad_enabled() and not embedded.requires_grad:
+        # with a frozen embedding, a checkpointed decoder would silently lose every gradient
+        embedded.requires_grad_()
+    return embedded
 
 
 class Engine:
@@ -78,10 +90,15 @@ class Engine:
         self, actions: Sequence[Action], works: Sequence[GroupWork], *, objective: Objective | None = None
     ) -> StepResult:
         """Run a plan over the prompt groups of `works`; without an objective, branches are only scored (no graph)."""
-        self._works, self._objective = works, objective
-        self._result = StepResult()
+        self._objective, self._result = objective, StepResult()
+        self._interpret(actions, works, with_graph=objective is not None)
+        return self._result
+
+    def _interpret(self, actions: Sequence[Action], works: Sequence[GroupWork], *, with_graph: bool) -> None:
+        """Run a plan; `with_graph` where its branches have a backward."""
+        self._works, self._with_graph = works, with_graph
         self._kept: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
-        self._live: dict[tuple[int, int, int], _LiveGraph] = {}
+        self._live: dict[tuple[int, int, int], LiveGraph] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._leaving: dict[Key, Tensor] = {}
         for action in actions:
@@ -93,7 +110,6 @@ class Engine:
                 self._transfer(action)
         if self.link is not None:
             self.link.wait()
-        return self._result
 
     def _prefill(self, action: Action) -> None:
         work, chunk = self._works[action.group], self._chunk(action)
@@ -101,7 +117,7 @@ class Engine:
         stage_input = self._arrived.pop(_key(action), None)
         with self._phase("prefill", action, segment), torch.no_grad():
             out = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
-        if stage_input is not None and segment.state.exact and self._objective is not None:
+        if stage_input is not None and segment.state.exact and self._with_graph:
             self._kept[action.group, action.unit, action.stage] = stage_input
         self._send_later(action, out)
 
@@ -109,18 +125,22 @@ class Engine:
         work, chunk = self._works[action.group], self._chunk(action)
         segment = work.branch_pass(action.unit, chunk)
         stage_input = self._arrived.pop(_key(action), None)
-        with_graph = self._objective is not None
-        head = LogprobHead(work.branch_targets(action.unit), self.context.groups.tp, self.logprob_block)
-        with self._phase("replay", action, segment), torch.set_grad_enabled(with_graph):
-            if stage_input is not None and with_graph:
+        with self._phase("replay", action, segment), torch.set_grad_enabled(self._with_graph):
+            if stage_input is not None and self._with_graph:
                 stage_input.requires_grad_()
-            out = self._model_forward(chunk, segment, work.branch_ids(action.unit), stage_input, head)
-            grad_output = None
-            if action.stage == self.num_stages - 1:
-                grad_output = self._judge(action, work, segment, out.detach())
-        if with_graph:
-            self._live[action.group, action.unit, action.stage] = _LiveGraph(stage_input, out, grad_output)
-        self._send_later(action, out.detach())
+            live = self._replay(action, work, segment, stage_input)
+        if self._with_graph:
+            self._live[action.group, action.unit, action.stage] = live
+        self._send_later(action, live.output)
+
+    def _replay(self, action: Action, work: GroupWork, segment: SegmentPass, stage_input: Tensor | None) -> LiveGraph:
+        """A microbatch of branches through one chunk, and on the last stage to the objective."""
+        head = LogprobHead(work.branch_targets(action.unit), self.context.groups.tp, self.logprob_block)
+        out = self._model_forward(self._chunk(action), segment, work.branch_ids(action.unit), stage_input, head)
+        grad_output = None
+        if self._is_last(action):
+            grad_output = self._judge(action, work, segment, out.detach())
+        return LiveGraph(stage_input, out, grad_output)
 
     def _judge(self, action: Action, work: GroupWork, segment: SegmentPass, logprobs: Tensor) -> Tensor | None:
         """Whole branches' logprobs to the objective; returns its gradient for this rank's rows [T]."""
@@ -178,19 +198,11 @@ class Engine:
         self, chunk: int, segment: SegmentPass, ids: Tensor, stage_input: Tensor | None, head: Callable
     ) -> Tensor:
         model = self.chunks[chunk]
-        decoder_input = None
-        if model.pre_process:
-            decoder_input = model.embedding(input_ids=ids, position_ids=None)
-            if torch.is_grad_enabled() and not decoder_input.requires_grad:
-                # with a frozen embedding, a checkpointed decoder would silently lose every gradient
-                decoder_input.requires_grad_()
-        else:
-            model.set_input_tensor(stage_input)
         return model(
             input_ids=ids,
             position_ids=None,
             attention_mask=None,
-            decoder_input=decoder_input,
+            decoder_input=decoder_input(model, ids, stage_input),
             packed_seq_params=segment,
             output_processor=head,
         )
@@ -215,8 +227,11 @@ class Engine:
 
     def _send_later(self, action: Action, tensor: Tensor) -> None:
         forward = action.op in (Op.PREFILL, Op.FORWARD)
-        if (forward and action.stage < self.num_stages - 1) or (not forward and action.stage > 0):
-            self._leaving[_key(action)] = tensor
+        if (forward and not self._is_last(action)) or (not forward and action.stage > 0):
+            self._leaving[_key(action)] = tensor.detach()
+
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == self.num_stages - 1
 
     def _chunk(self, action: Action) -> int:
         return action.stage // self.pp_size
