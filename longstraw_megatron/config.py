@@ -47,6 +47,7 @@ class ParallelConfig:
     ep: int
     etp: int
     sp: bool  # `auto` in the files: whether tp > 1
+    stages: tuple[int, ...] | None = None  # layers of each of the pp * vpp stages; None: as even as is legal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,12 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    methods: tuple[Literal["dense", "dense_recompute", "exact", "detached"], ...]  # each in a process of its own
+    repeats: int  # of each method; the fastest counts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run. Lengths are in tokens."""
 
@@ -135,6 +142,7 @@ class Config:
     response_length: int
     group_size: int
     format: Literal["table", "json"]
+    bench: BenchConfig
 
     def __post_init__(self):
         _check(self)
@@ -145,7 +153,7 @@ AT_LEAST = {
     + ("optimizer.clip_grad",),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
-    + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size")
+    + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size", "bench.repeats")
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
 }
 
@@ -169,6 +177,11 @@ def _check(config: Config) -> None:
         raise RefusedError("parallel.sp=true needs parallel.tp above 1, got 1; leave parallel.sp=auto.")
     if parallel.vpp > 1 and parallel.pp == 1:
         raise RefusedError(f"parallel.vpp={parallel.vpp} needs parallel.pp above 1, got 1; set parallel.vpp=1.")
+    if parallel.stages is not None and len(parallel.stages) != parallel.pp * parallel.vpp:
+        raise RefusedError(
+            f"parallel.stages={list(parallel.stages)} must name the layers of each of the pp * vpp = "
+            f"{parallel.pp * parallel.vpp} stages, got {len(parallel.stages)}; leave it to parallel.stages=null."
+        )
     if config.precision == "fp64" and config.device == "cuda":
         raise RefusedError("precision=fp64 runs on device=cpu only, got device=cuda; choose fp32 or bf16.")
     if not all(0 <= beta < 1 for beta in optimizer.betas):

@@ -43,6 +43,7 @@ class Layout:
     page_length: int = 48
     max_live_prefixes: int = 1
     changes: dict = field(default_factory=dict)  # of the built TransformerConfig, e.g. the MoE dispatcher
+    stages: tuple[int, ...] | None = None
     frozen: tuple[str, ...] = ()  # substrings of parameter names that do not train
 
     @property
@@ -52,7 +53,9 @@ class Layout:
     @property
     def parallel(self) -> ParallelConfig:
         sp = self.tp > 1 if self.sp is None else self.sp
-        return ParallelConfig(tp=self.tp, cp=self.cp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=1, sp=sp)
+        return ParallelConfig(
+            tp=self.tp, cp=self.cp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=1, sp=sp, stages=self.stages
+        )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from longstraw_megatron.mcore.architectures import architecture_of, text_config
+from longstraw_megatron.mcore.architectures import architecture_of, pipeline_layout, text_config
 from longstraw_megatron.mcore.gated_delta_net import SegmentGatedDeltaNet
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.quiet import quiet_megatron_build
@@ -42,13 +42,14 @@ def transformer_config(
     hf_config: dict, options: BuildOptions, context: ParallelContext, **overrides
 ) -> TransformerConfig:
     """Megatron's config for a Hugging Face config.json in this run's layout and precision."""
-    parallel, dtype = context.parallel, PRECISIONS[options.precision]
+    parallel, dtype, hf = context.parallel, PRECISIONS[options.precision], text_config(hf_config)
     return architecture_of(hf_config).transformer_config(
-        text_config(hf_config),
+        hf,
         tensor_model_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
         pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # the number of virtual stages follows from the layout
+        pipeline_model_parallel_layout=pipeline_layout(hf, pp=parallel.pp, vpp=parallel.vpp, stages=parallel.stages),
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         sequence_parallel=parallel.sp,

@@ -38,6 +38,8 @@ PIPELINE = {
     "pp4, recompute": Layout(pp=4, recompute="full"),
     "pp2 vpp2": Layout(pp=2, vpp=2),
     "pp2, two prefixes alive, packed": Layout(pp=2, max_live_prefixes=2, branches_per_microbatch=2),
+    "pp3, uneven": Layout(pp=3, stages=(1, 5, 2)),
+    "pp2 vpp3, uneven by itself": Layout(pp=2, vpp=3),
     "pp2 tp2": Layout(pp=2, tp=2),
     "pp2 cp2": Layout(pp=2, cp=2),
     "pp2 dp2": Layout(pp=2, dp=2),
@@ -94,3 +96,10 @@ def test_pipeline_parallel(truths, name):
 @pytest.mark.parametrize("name", ["pp2", "pp2 vpp2"])
 def test_pipeline_parallel_detached(truths, name):
     _check(truths, PIPELINE[name], detached=True)
+
+
+def test_pipeline_parallel_with_a_tied_embedding():
+    model = make_model(qwen_config(tie_word_embeddings=True))
+    groups = make_groups(*GROUPS)
+    truth = dense_grpo(model, groups)
+    assert_equals_oracle(run_layout(Layout(pp=2), model, truth, groups), truth)

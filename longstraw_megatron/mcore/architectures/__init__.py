@@ -1,10 +1,12 @@
 """From a Hugging Face config.json to Megatron: one module for each architecture, found by `architecture_of`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.layout.stages import split_layers, stage_starts
 from longstraw_megatron.mcore.architectures import glm_dsa, qwen_hybrid
 
 ARCHITECTURES = {
@@ -78,3 +80,36 @@ def read_hf_config(path: str | Path) -> dict:
 
 
 __all__ = ["ARCHITECTURES", "architecture_of", "glm_dsa", "qwen_hybrid", "read_hf_config", "text_config"]
+
+
+def pipeline_layout(hf: dict, *, pp: int, vpp: int, stages: Sequence[int] | None = None) -> list[list[str]] | None:
+    """Megatron's pipeline_model_parallel_layout: the layers of each virtual stage, `stages` or as even as is legal.
+
+    None for one stage. `hf` is a text config.
+
+    Raises:
+        RefusedError: stages that do not add up, or that begin at a layer that cannot begin one, naming those that can.
+    """
+    if pp * vpp == 1:
+        return None
+    num_layers, legal = hf["num_hidden_layers"], architecture_of(hf).legal_stage_starts(hf)
+    sizes = list(stages) if stages is not None else split_layers(num_layers, pp * vpp, legal)
+    if sizes is None:
+        raise RefusedError(
+            f"parallel.pp={pp} with parallel.vpp={vpp} got {num_layers} layers of which {len(legal)} can begin a stage "
+            f"({legal}, from 0), wanted at least {pp * vpp}; choose fewer stages."
+        )
+    if sum(sizes) != num_layers or min(sizes) < 1:
+        raise RefusedError(
+            f"parallel.stages got {sizes}, wanted {pp * vpp} numbers of at least 1 that add up to the {num_layers} "
+            "layers; leave it to parallel.stages=null."
+        )
+    illegal = sorted(set(stage_starts(sizes)) - set(legal))
+    if illegal:
+        raise RefusedError(
+            f"parallel.stages got {sizes}, where stages begin at layers {illegal} (from 0), which take their top-k "
+            f"from an earlier one, wanted them to begin at some of {legal}; {split_layers(num_layers, pp * vpp, legal)} "
+            "does."
+        )
+    layout = [["decoder"] * size for size in sizes]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]

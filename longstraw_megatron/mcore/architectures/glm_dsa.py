@@ -228,3 +228,8 @@ def gpt_model_kwargs(hf: dict) -> dict:
         "rotary_percent": 1.0,
         "share_embeddings_and_output_weights": hf.get("tie_word_embeddings", False),
     }
+
+
+def legal_stage_starts(hf: dict) -> list[int]:
+    """Layers (from 0) that may begin a pipeline stage: those that compute their own top-k (IndexShare)."""
+    return [i for i, kind in enumerate(indexer_types(hf)) if kind == "full"]

@@ -156,3 +156,8 @@ def gpt_model_kwargs(hf: dict) -> dict:
         "rotary_percent": rope.partial,
         "share_embeddings_and_output_weights": hf.get("tie_word_embeddings", False),
     }
+
+
+def legal_stage_starts(hf: dict) -> list[int]:
+    """Layers (from 0) that may begin a pipeline stage: any."""
+    return list(range(hf["num_hidden_layers"]))
