@@ -9,6 +9,9 @@ from glm_oracle import glm_truth
 from harness import Layout, assert_equals_oracle, make_groups, run_layout
 from oracle import glm_config, make_model
 
+from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.mcore.architectures import pipeline_layout
+
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 LAYOUTS = {
     "cp2": Layout(cp=2, segment_length=16),
@@ -28,6 +31,12 @@ LAYOUTS = {
     "tp2_sp_cp2": Layout(tp=2, cp=2, segment_length=16),
     "cp2_ep2": Layout(cp=2, ep=2, segment_length=16),
     "cp4_ep4": Layout(cp=4, ep=4, segment_length=40),
+    "pp2": Layout(pp=2, segment_length=16),
+    "pp4_recompute": Layout(pp=4, segment_length=16, recompute="full", branches_per_microbatch=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2, segment_length=16, stages=(2, 4, 4, 1)),
+    "pp2_ep2": Layout(pp=2, dp=2, ep=2, segment_length=16),
+    "pp2_cp2_ep2": Layout(pp=2, cp=2, ep=2, segment_length=16),
+    "tp2_sp_pp2_ep2": Layout(tp=2, pp=2, ep=2, segment_length=16),
     "cp2_ep2_dp2": Layout(cp=2, ep=2, dp=2, segment_length=16, branches_per_microbatch=3),
 }
 
@@ -43,6 +52,12 @@ def case():
 def test_gradient_is_that_of_full_sequences(case, name):
     model, groups, truth = case
     assert_equals_oracle(run_layout(LAYOUTS[name], model, truth, groups), truth)
+
+
+def test_stages_that_share_top_k_are_refused_with_the_legal_starts():
+    hf = glm_config().to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    with pytest.raises(RefusedError, match=r"begin at layers \[4\].*some of \[0, 1, 2, 6, 10\]; \[6, 5\] does"):
+        pipeline_layout(hf, pp=2, vpp=1, stages=(4, 7))
 
 
 @pytest.mark.parametrize("name", ["cp2", "tp2_sp", "ep2"])

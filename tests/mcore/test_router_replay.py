@@ -1,0 +1,64 @@
+"""Experts that come with the rollouts are taken, keyed by microbatch; the gates stay those of the present weights."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups
+from oracle import glm_config, make_model
+
+from longstraw_megatron.testing import compare_tensors, run_ranks
+
+
+def _with_experts(groups, experts):
+    """The groups with `experts[group, branch]` [R, MoE layers, top-k] on their branches."""
+    return [
+        dataclasses.replace(
+            group,
+            branches=tuple(
+                dataclasses.replace(branch, routed_experts=experts[g, b]) for b, branch in enumerate(group.branches)
+            ),
+        )
+        for g, group in enumerate(groups)
+    ]
+
+
+def _rank(rank, world_size, layout, hf, weights, raw):
+    """Gradients: routed freely, told the free choice, told another choice; each by parameter."""
+    learner, context = build_learner(layout, hf, detached=False)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    groups, chosen = prompt_groups(raw), {}
+    engine, run = learner.engine, learner.engine._judge
+
+    def spy(action, work, segment, logprobs):
+        moe = torch.stack([segment.experts[layer].long() for layer in sorted(segment.experts)], dim=1)
+        start = 0
+        for branch, length in zip(work.microbatches[action.unit], segment.layout.lengths, strict=True):
+            chosen[action.group, branch] = moe[start : start + length].numpy()
+            start += length
+        return run(action, work, segment, logprobs)
+
+    engine._judge = spy
+
+    def gradient(groups):
+        learner.compute_gradients(groups)
+        return {name: p.main_grad.clone() for name, p in learner.chunks[0].named_parameters() if p.requires_grad}
+
+    free = gradient(groups)
+    engine._judge = run
+    # groups are run costliest first, so place and index are the same here
+    told = gradient(_with_experts(groups, chosen))
+    others = {key: np.stack([(value[..., 0] + 1) % 8, (value[..., 0] + 3) % 8], -1) for key, value in chosen.items()}
+    other = gradient(_with_experts(groups, others))
+    return free, told, other
+
+
+def test_given_experts_are_taken_in_every_microbatch_and_in_recompute():
+    model = make_model(glm_config())
+    hf = model.config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    raw = make_groups((60, [12, 1, 17]), (37, [8, 3]))
+    for layout in (Layout(segment_length=16), Layout(segment_length=16, branches_per_microbatch=2, recompute="full")):
+        ((free, told, other),) = run_ranks(1, _rank, layout, hf, dict(model.state_dict()), raw, timeout=120)
+        # the same experts in another order sum in another order
+        assert compare_tensors(told, free).overall < 1e-6
+        assert compare_tensors(other, free).overall > 1e-2
