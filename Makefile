@@ -10,12 +10,13 @@ STAMP := $(VENV)/.installed
 MODEL ?= tiny_qwen_hybrid
 DEMO := runs/demo_$(MODEL)
 
-.PHONY: help setup demo test check
+.PHONY: help setup demo test test-32 check
 
 help:
 	@echo "make setup   .venv with everything that is needed"
 	@echo "make demo    GRPO on a 16,384-token prompt on this machine's CPU (MODEL=tiny_qwen_hybrid|tiny_glm_dsa)"
-	@echo "make test    every test"
+	@echo "make test    every test but the 32-rank layouts"
+	@echo "make test-32 the layouts of 32 GPUs, as 32 processes"
 	@echo "make check   lint, format, layering"
 
 setup: $(STAMP)
@@ -35,7 +36,10 @@ demo: $(STAMP)
 		rollouts.path=$(DEMO)/rollouts.jsonl gradient=exact trainer.max_steps=3 run_dir=$(DEMO)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ranks32" tests
+
+test-32: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ranks32 tests/mcore/test_32_ranks.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
