@@ -6,11 +6,14 @@ sequence parallelism or q/k norms replicate, and tied embeddings over pipeline e
 sees its own heads only (finalize_model_grads.py:452).
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from torch import nn
+from torch import Tensor, nn
 
 from longstraw_megatron.mcore.parallel import ParallelContext
 
@@ -26,17 +29,36 @@ def forgotten_parameters(chunk: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def _reduce(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    if not grads or group.size() == 1:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+@contextlib.contextmanager
+def forgotten_grads_reduced(chunks: Sequence[nn.Module], tp_group: dist.ProcessGroup) -> Iterator[None]:
+    """Reduce what a block adds to the forgotten parameters' `main_grad`, and leave what was there before as it is.
+
+    For a caller that accumulates over several schedules before it finalizes, whoever does that.
+    """
+    grads = [parameter.main_grad for chunk in chunks for parameter in forgotten_parameters(chunk)]
+    before = [grad.clone() for grad in grads]
+    for grad in grads:
+        grad.zero_()
+    yield
+    _reduce(grads, tp_group)
+    for grad, earlier in zip(grads, before, strict=True):
+        grad.add_(earlier)
+
+
 def finalize_grads(chunks: list[nn.Module], context: ParallelContext) -> None:
     """Complete every parameter's gradient on every rank; `chunks` are wrapped in DDP.
 
     With a distributed optimizer a rank gets its own shard of the gradient.
     """
-    tp_group = context.groups.tp
-    if tp_group.size() > 1:
-        grads = [parameter.main_grad for chunk in chunks for parameter in forgotten_parameters(chunk)]
-        if grads:
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=tp_group)
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+    grads = [parameter.main_grad for chunk in chunks for parameter in forgotten_parameters(chunk)]
+    _reduce(grads, context.groups.tp)
     finalize_model_grads(chunks, None, pg_collection=context.groups)
