@@ -9,6 +9,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= tiny_qwen_hybrid
 DEMO := runs/demo_$(MODEL)
+# the sparse model's prompt is shorter: its reference kernels gather every selected key
+DEMO_PROMPT_tiny_qwen_hybrid := 16384
+DEMO_PROMPT_tiny_glm_dsa := 2048
+DEMO_LR_tiny_qwen_hybrid := 1e-3
+DEMO_LR_tiny_glm_dsa := 3e-4
 
 .PHONY: help setup demo test test-32 check
 
@@ -30,10 +35,11 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	mkdir -p $(DEMO)
-	$(BIN)/python examples/make_manual_rollouts.py --prompt-length 16384 --response-length 64 --branches 8 \
-		--out $(DEMO)/rollouts.jsonl
-	$(BIN)/torchrun --nproc-per-node 1 -m longstraw_megatron.train model=$(MODEL) \
-		rollouts.path=$(DEMO)/rollouts.jsonl gradient=exact trainer.max_steps=3 run_dir=$(DEMO)
+	$(BIN)/python examples/make_manual_rollouts.py --prompt-length $(DEMO_PROMPT_$(MODEL)) --response-length 64 \
+		--branches 8 --out $(DEMO)/rollouts.jsonl
+	OMP_NUM_THREADS=2 $(BIN)/torchrun --nproc-per-node 1 -m longstraw_megatron.train model=$(MODEL) \
+		rollouts.path=$(DEMO)/rollouts.jsonl gradient=exact segment_length=1024 branches_per_microbatch=8 \
+		optimizer.lr=$(DEMO_LR_$(MODEL)) trainer.max_steps=3 run_dir=$(DEMO)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ranks32" tests
