@@ -1,0 +1,73 @@
+"""Context parallelism: the prefix is spread evenly, and a rank that dies ends the job with a reason."""
+
+import os
+import signal
+
+import pytest
+from glm_oracle import glm_truth
+from harness import Layout, assert_equals_oracle, build_learner, fill_from_hf, make_groups, prompt_groups, run_layout
+from oracle import glm_config, make_model, qwen_config
+
+from longstraw_megatron.testing import RankError, run_ranks
+
+MODELS = {"qwen": (qwen_config, "Qwen3_5ForCausalLM"), "glm": (glm_config, "GlmMoeDsaForCausalLM")}
+
+
+def _state_bytes(rank, world_size, layout, hf, weights, raw):
+    """Bytes of the prefix state on this rank after a detached step, by item."""
+    learner, context = build_learner(layout, hf, detached=True)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    works, prepare = [], learner._prepare
+
+    def keep(*args, **kwargs):
+        result = prepare(*args, **kwargs)
+        works.extend(result[1])
+        return result
+
+    learner._prepare = keep
+    learner.compute_gradients(prompt_groups(raw))
+    return works[0].states[0].nbytes()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name):
+    config, architecture = MODELS[name]
+    model = make_model(config())
+    hf = model.config.to_dict() | {"architectures": [architecture]}
+    raw = make_groups((1025, [4]))
+    weights = dict(model.state_dict())
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
+    parts = run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), hf, weights, raw, timeout=120)
+    for part in parts:
+        assert part["rows"] == pytest.approx(whole["rows"] / 4, rel=0.05)
+    # the delta rule's state is sharded too, by heads or in equal parts; only its convolution tail is whole
+    if whole["boundaries"]:
+        tail = 6 * 3 * (2 * 32 + 96) * 4
+        for part in parts:
+            assert part["boundaries"] <= (whole["boundaries"] - tail) / 4 + tail + 64
+
+
+def _die_in_the_walk(rank, world_size, layout, hf, weights, raw):
+    learner, context = build_learner(layout, hf, detached=False)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    if rank == 1:
+        learner.engine._prompt_backward = lambda action: os.kill(os.getpid(), signal.SIGKILL)
+        learner.engine._handlers = {op: getattr(learner.engine, h.__name__) if h.__name__ == "_prompt_backward" else h
+                                    for op, h in learner.engine._handlers.items()}  # fmt: skip
+    learner.compute_gradients(prompt_groups(raw))
+
+
+def test_a_killed_rank_ends_the_job_with_a_reason():
+    model = make_model(qwen_config(num_hidden_layers=4))
+    hf = model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    with pytest.raises(RankError, match="died, killed by|died, exit|died"):
+        run_ranks(2, _die_in_the_walk, Layout(cp=2), hf, dict(model.state_dict()), make_groups((90, [4])), timeout=60)
+
+
+def test_glm_with_a_prompt_shorter_than_top_k():
+    """A prompt shorter than top-k: every earlier token is selected, on any number of ranks."""
+    model = make_model(glm_config(index_topk=512))
+    groups = make_groups((30, [6, 2]))
+    truth = glm_truth(model, groups)
+    layout = Layout(cp=4, segment_length=8, branches_per_microbatch=2)
+    assert_equals_oracle(run_layout(layout, model, truth, groups), truth)
