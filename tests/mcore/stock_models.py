@@ -92,7 +92,7 @@ def build(name: str, groups, **overrides) -> GPTModel:
     }
     shape = {"dense": DENSE, "qwen": QWEN, "glm": GLM}[name]
     config_class = MLATransformerConfig if name == "glm" else TransformerConfig
-    config = config_class(**COMMON, **{**shape, **layout, **overrides})
+    config = config_class(**{**COMMON, **shape, **layout, **overrides})
     if name == "dense":
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     else:
