@@ -62,7 +62,9 @@ def run_main(args: list[str], world_size: int = 1):
 
     def rank_main(rank, world_size, args, port_file):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-        torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{port_file}", rank=rank, world_size=world_size
+        )
         return main(args)
 
     import tempfile

@@ -1,0 +1,53 @@
+"""The other doors: doctor, command names, the script that writes the demo's rollouts."""
+
+import pydoc_data.topics
+import subprocess
+import sys
+from pathlib import Path
+
+from longstraw_megatron import doctor
+from longstraw_megatron.cli import main
+from longstraw_megatron.rollouts import read_rollouts
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_doctor_tells_versions_and_devices(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "megatron-core", "transformer-engine", "flash-linear-attention", "apex", "cpu"):
+        assert word in out
+
+
+def test_doctor_knows_the_wrong_apex(tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    finding = doctor.check_apex([str(tmp_path)], has_gpu=True)
+    assert "wrong" in str(finding).lower() or "not nvidia" in str(finding).lower(), finding
+
+
+def test_unknown_commands_are_refused(capsys):
+    assert main(["bnch"]) == 2
+    assert "bench" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_the_demos_rollouts_are_the_manual(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        subprocess.run(
+            [sys.executable, EXAMPLES / "make_manual_rollouts.py", "--prompt-length", "2000", "--out", tmp_path / name],
+            check=True,
+            capture_output=True,
+        )
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    (group,) = read_rollouts(tmp_path / "a.jsonl", tokenizer="bytes", vocab_size=256)
+    topics = pydoc_data.topics.topics
+    manual = "\n".join(topics[key] for key in sorted(topics)).encode()
+    (true,) = [branch for branch in group.branches if branch.reward == 1.0]
+    assert group.group_size == 8 and sum(branch.reward for branch in group.branches) == 1.0
+    prompt = group.prompt_tokens.astype("uint8").tobytes()
+    assert prompt in manual and prompt + true.tokens.astype("uint8").tobytes() in manual
+    for other in group.branches:
+        if other is not true:
+            assert other.tokens.astype("uint8").tobytes() in manual
+            assert prompt + other.tokens.astype("uint8").tobytes() not in manual
