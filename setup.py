@@ -14,7 +14,10 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     # The Hydra configs live beside the package in a checkout and inside it after an install.
-    packages=[*find_packages(include=["longstraw_megatron", "longstraw_megatron.*"]), "longstraw_megatron.hydra_configs"],
+    packages=[
+        *find_packages(include=["longstraw_megatron", "longstraw_megatron.*"]),
+        "longstraw_megatron.hydra_configs",
+    ],
     package_dir={"longstraw_megatron.hydra_configs": "hydra_configs"},
     package_data={"longstraw_megatron.hydra_configs": ["*.yaml", "*/*.yaml"]},
     entry_points={"console_scripts": ["longstraw=longstraw_megatron.cli:main"]},

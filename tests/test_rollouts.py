@@ -36,7 +36,7 @@ REFUSED = {
     "lists of unequal length": ([branch(loss_mask=[1, 1])], "branch 0.*loss_mask.*3 tokens.*2 entries"),
     "logprobs of unequal length": ([branch(old_logprobs=[-1.0] * 4)], "branch 0.*old_logprobs.*3 tokens.*4 entries"),
     "NaN reward": (
-        ['{"group_id": "g0", "prompt_tokens": [1], "branches": [{"tokens": [2], "reward": NaN}]}'],
+        ['{"group_id": "g0", "prompt_tokens": [1], "branches": [{"tokens":[2],"reward":NaN}]}'],
         "reward",
     ),
     "infinite advantage": (

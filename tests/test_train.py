@@ -134,7 +134,7 @@ def test_a_run_exports_the_oracles_gradient_and_logprobs(tmp_path):
     )
     assert codes == [0, 0]
     grads = load_file(tmp_path / "grads.safetensors")
-    assert_gradients_close(grads, {name: grad for name, grad in truth.grads.items()})
+    assert_gradients_close(grads, truth.grads)
     for line in (tmp_path / "logprobs.jsonl").read_text().splitlines():
         entry = json.loads(line)
         want = truth.logprobs[int(entry["group_id"][1:]), entry["branch"]].numpy()
