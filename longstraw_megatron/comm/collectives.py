@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 
 from longstraw_megatron.comm.counters import Traffic
 from longstraw_megatron.comm.failure import transfer_named
@@ -28,6 +29,13 @@ def all_gather(x: Tensor, process_group: dist.ProcessGroup, *, purpose: str, tra
     with transfer_named(f"All-gather '{purpose}'", process_group):
         dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=process_group)
     return gathered
+
+
+def all_reduce(x: Tensor, process_group: ProcessGroup, *, maximum: bool = False, purpose: str) -> None:
+    """Sum (or maximum) over ranks, in place."""
+    if process_group.size() > 1:
+        with transfer_named(f"All-reduce '{purpose}'", process_group):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=process_group)
 
 
 def reduce_scatter(

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+
+from longstraw_megatron.comm.collectives import ProcessGroup, all_reduce
 
 LOGITS_BYTES = 512 * 2**20  # float32 logits of one block
 WEIGHT_ROWS = 8192  # rows of a low-precision weight's gradient that are made at once on an accelerator
@@ -27,7 +28,7 @@ class _Options:
     temperature: float
     vocab_start: int  # token id of the weight's first row
     vocab_rows: int  # rows of this rank's weight that are real tokens
-    tp_group: dist.ProcessGroup | None
+    tp_group: ProcessGroup | None
     reduce_grad_hidden: bool
     grad_weight_sink: GradSink | None
 
@@ -91,9 +92,9 @@ def blocked_logprobs_forward(
         sums[rows] = logits.sub_(maxima[rows][:, None]).exp_().sum(dim=1)
     if options.tp_group is not None and options.tp_group.size() > 1:
         local_maxima = maxima.clone()
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=options.tp_group)
+        all_reduce(maxima, options.tp_group, maximum=True, purpose="logprobs")
         both = torch.stack((sums * (local_maxima - maxima).exp(), chosen))
-        dist.all_reduce(both, group=options.tp_group)
+        all_reduce(both, options.tp_group, purpose="logprobs")
         sums, chosen = both.unbind()
     lse = maxima + sums.log()
     return torch.where(targets >= 0, chosen - lse, 0.0), lse
@@ -165,7 +166,7 @@ class _BlockedLogprobs(Function):
             add_grad_weight=add_grad_weight if needs_weight else None,
         )
         if grad_hidden is not None and options.reduce_grad_hidden and options.tp_group is not None:
-            dist.all_reduce(grad_hidden, group=options.tp_group)
+            all_reduce(grad_hidden, options.tp_group, purpose="logprobs")
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -177,7 +178,7 @@ def blocked_logprobs(
     block_size: int | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: ProcessGroup | None = None,
     reduce_grad_hidden: bool = False,
     grad_weight_sink: GradSink | None = None,
 ) -> Tensor:
