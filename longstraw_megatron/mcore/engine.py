@@ -5,6 +5,7 @@ stage keeps its input of every prompt segment from PREFILL to PROMPT_BACKWARD, a
 between FORWARD and BACKWARD.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -110,6 +111,15 @@ class Engine:
                 self._transfer(action)
         if self.link is not None:
             self.link.wait()
+        self._works = ()  # what a prompt left is stale now
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the prefix states that a run holds at this moment, by item; for who watches its progress."""
+        total: Counter[str] = Counter()
+        for work in self._works:
+            for state in work.states:
+                total.update(state.nbytes())
+        return dict(total)
 
     def _prefill(self, action: Action) -> None:
         work, chunk = self._works[action.group], self._chunk(action)

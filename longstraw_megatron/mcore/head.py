@@ -38,9 +38,13 @@ class LogprobHead:
         elif self.tp_group.size() > 1:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
         weight = output_layer.weight if output_weight is None else output_weight
-        return blocked_logprobs(
-            hidden_states[:, 0], weight, self.targets, block_size=self.block_size, tp_group=self.tp_group
-        )
+        hidden, how = hidden_states[:, 0], {"block_size": self.block_size, "tp_group": self.tp_group}
+        rows = torch.nonzero(self.targets >= 0)[:, 0]
+        if 2 * len(rows) > len(self.targets):
+            return blocked_logprobs(hidden, weight, self.targets, **how)
+        # mostly padding, or prompt (mcore/dense.py): no logits for it
+        some = blocked_logprobs(hidden[rows], weight, self.targets[rows], **how)
+        return some.new_zeros(self.targets.shape).index_copy(0, rows, some)
 
 
 def gather_logprobs(local: Tensor, layout: SegmentLayout, cp_rank: int, cp_group: dist.ProcessGroup) -> list[Tensor]:

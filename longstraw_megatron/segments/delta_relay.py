@@ -62,7 +62,9 @@ def _gather_slots(per_run: Tensor, segment: Segment, cp_group) -> Tensor:
     total = num_slots(segment.layout)
     mine = torch.tensor(slots_of(segment.layout)[segment.cp_rank], dtype=torch.long, device=per_run.device)
     filled = per_run.new_zeros(total, *per_run.shape[1:]).index_copy(0, mine, per_run)
-    return all_gather_rows(filled, cp_group).unflatten(0, (segment.layout.cp_size, total))
+    return all_gather_rows(filled, cp_group, purpose="delta_relay", traffic=segment.traffic).unflatten(
+        0, (segment.layout.cp_size, total)
+    )
 
 
 def _halo(last_rows: Tensor, tail: Tensor, layout: SegmentLayout, run: Run | None, sequence: int) -> Tensor:
@@ -115,7 +117,8 @@ def relay_delta(
     tail, shard = boundary_state(segment, layer_number, empty)
     full_shape = (shape.num_value_heads, shape.key_dim, shape.value_dim)
     if shard.numel():
-        state = all_gather_rows(shard, cp_group)[: full_shape[0] * full_shape[1] * full_shape[2]].view(full_shape)
+        whole = all_gather_rows(shard, cp_group, purpose="delta_state", traffic=segment.traffic)
+        state = whole[: full_shape[0] * full_shape[1] * full_shape[2]].view(full_shape)
     else:
         state = qkv.new_zeros(full_shape, dtype=state_dtype)
 

@@ -90,9 +90,10 @@ def segment_gated_delta(
             segment=segment, layer_number=layer_number, shape=shape, cp_group=cp_group, kernel=kernel,
         )  # fmt: skip
     if by_heads:
-        qkv = seq_to_heads(qkv, cp_group, sections=shape.channel_splits)
+        counted = {"purpose": "delta_heads", "traffic": segment.traffic}
+        qkv = seq_to_heads(qkv, cp_group, sections=shape.channel_splits, **counted)
         gates = torch.cat([g, beta.to(g.dtype)], dim=1)
-        g, beta = seq_to_heads(gates, cp_group, sections=(g.shape[1], g.shape[1])).chunk(2, dim=1)
+        g, beta = seq_to_heads(gates, cp_group, sections=(g.shape[1], g.shape[1]), **counted).chunk(2, dim=1)
         own = [channels.chunk(cp_size)[segment.cp_rank] for channels in conv_weight.split(shape.channel_splits)]
         conv_weight = torch.cat(own)
         shape = shape.divided(cp_size)
@@ -110,8 +111,6 @@ def segment_gated_delta(
         out = keep_state(out, segment, layer_number, new_tail, final)
     else:
         # A rank in lockstep without a token: nothing runs, but the graph must reach every parameter.
-        out = keep_in_graph(
-            qkv.new_zeros(0, shape.num_value_heads, shape.value_dim), qkv, g, beta, conv_weight
-        )
+        out = keep_in_graph(qkv.new_zeros(0, shape.num_value_heads, shape.value_dim), qkv, g, beta, conv_weight)
     out = _rows_of(out, segment)
-    return heads_to_seq(out.flatten(1), cp_group).unflatten(1, (-1, shape.value_dim)) if by_heads else out
+    return heads_to_seq(out.flatten(1), cp_group, **counted).unflatten(1, (-1, shape.value_dim)) if by_heads else out

@@ -13,7 +13,6 @@ from longstraw_megatron.layout import SegmentLayout
 from longstraw_megatron.state.boundaries import BoundaryStates
 from longstraw_megatron.state.pages import PagedRows
 
-
 # Rows that are gathered by index are kept in one page where their number is known: a selection over one page needs no
 # merging of partial results.
 GATHERED_KINDS = ("latent",)
