@@ -4,8 +4,12 @@ import functools
 import sys
 
 import torch
+from torch.utils._device import _device_constructors
 
 import longstraw_megatron
+
+# `with torch.device(...)` knows factories by identity, from a set that is made once: it must hold the originals.
+_device_constructors()
 
 FACTORIES = ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",)))
 

@@ -127,7 +127,7 @@ REFUSALS = {
     "trainer.save_every=3": "trainer.save_every=3 needs trainer.save_dir",
     "trainer.keep=3": "trainer.keep=3 needs trainer.save_dir",
     "trainer.resume=auto": "trainer.resume=auto looks in trainer.save_dir",
-    "model.hf_path=/nowhere": "model.hf_path must be a folder with a config.json, got /nowhere",
+    "model.hf_path=/nowhere": "model.hf_path must be a checkpoint folder with a config.json, got /nowhere",
     "seed=1,2": "names several values",
     "seed=${nope}": "Interpolation key 'nope' not found",
     "+seed=1": "must be KEY=VALUE without +",

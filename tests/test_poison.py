@@ -24,3 +24,9 @@ def test_memory_of_others_is_left_alone():
         tensor = eval("factory()", {"__name__": name, **wrapped})
         assert bool(tensor.isnan().all()) is is_poisoned, name
     assert run_as(longstraw_megatron.__name__, "torch.empty(3, device='meta')").is_meta
+
+
+def test_a_device_context_still_holds():
+    with torch.device("meta"):
+        assert torch.empty(3).is_meta and torch.nn.Linear(2, 3).weight.is_meta
+        assert run_as(longstraw_megatron.__name__, "torch.empty(3)").is_meta
