@@ -56,6 +56,8 @@ from longstraw_megatron.state import StateOptions
 
 logger = logging.getLogger(__name__)
 
+_MODEL_GROUPS = ("tp", "cp", "pp", "ep")
+
 # A model's communicators between its stages; they live as long as its first chunk.
 _links: WeakKeyDictionary[nn.Module, StageLink | None] = WeakKeyDictionary()
 
@@ -70,6 +72,13 @@ def _as_list(value: Any) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def _device_of(chunk: nn.Module) -> torch.device:
+    parameter = next(chunk.parameters(), None)
+    if parameter is not None:
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _groups_of(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
     """The caller's process groups, or those of Megatron's parallel state."""
     if pg_collection is None:
@@ -81,12 +90,12 @@ def _groups_of(pg_collection: ProcessGroupCollection | None) -> ProcessGroupColl
 
 
 def _model_groups(pg_collection: ProcessGroupCollection | None) -> list[dist.ProcessGroup]:
-    """The groups over which all ranks see the same microbatches."""
+    """The groups whose ranks wait for each other in a schedule: all of them run prompt groups, or none does."""
     if pg_collection is None and not parallel_state.model_parallel_is_initialized():
         return []
     if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
-    groups = [getattr(pg_collection, name, None) for name in ("tp", "cp", "pp")]
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups(list(_MODEL_GROUPS))
+    groups = [getattr(pg_collection, name, None) for name in _MODEL_GROUPS]
     return [group for group in groups if group is not None and group.size() > 1]
 
 
@@ -110,6 +119,13 @@ def _parallel_config(groups: ProcessGroupCollection, vpp: int, config: Transform
     )
 
 
+def _link_of(chunk: nn.Module, context: ParallelContext) -> StageLink | None:
+    model = unwrap(chunk)
+    if model not in _links:
+        _links[model] = make_link(context)
+    return _links[model]
+
+
 def _run_groups(
     *,
     options: PromptOptions,
@@ -124,7 +140,7 @@ def _run_groups(
 ) -> tuple[list[Any], torch.Tensor]:
     """The step of prompt groups, gradients left local: (what the schedule returns, summed num_tokens)."""
     config = get_model_config(chunks[0])
-    device = next(chunks[0].parameters()).device
+    device = _device_of(chunks[0])
     context = ParallelContext(groups, device, _parallel_config(groups, len(chunks), config))
     microbatches = [take(iterator, num_microbatches) for iterator in data_iterators]
     segments = CutOptions(options.segment_length, style=options.style, row_multiple=context.row_multiple)
@@ -159,9 +175,7 @@ def _run_groups(
     if schedules.check_first_val_step(first_val_step, forward_only, True):
         for chunk in chunks:
             unwrap(chunk).set_is_first_microbatch()
-    if chunks[0] not in _links:
-        _links[chunks[0]] = make_link(context)
-    engine = SampleEngine(chunks, context, config, monitor=Monitor(device), link=_links[chunks[0]])
+    engine = SampleEngine(chunks, context, config, monitor=Monitor(device), link=_link_of(chunks[0], context))
     num_branches = sum(group.group_size for group in prompt_groups)
     step = ForwardStep(
         func=forward_step_func,
@@ -275,8 +289,7 @@ def get_forward_backward_func(*args: Any, options: PromptOptions | None = None, 
         first = None
         if not isinstance(pg_collection, MultiModuleProcessGroupCollection):
             first, iterators[0] = peek(iterators[0])
-            device = next(chunks[0].parameters()).device
-            agree(isinstance(first, PromptMicrobatch), _model_groups(pg_collection), device)
+            agree(isinstance(first, PromptMicrobatch), _model_groups(pg_collection), _device_of(chunks[0]))
         if isinstance(first, PromptMicrobatch):
             return _forward_backward_groups(
                 options=options,

@@ -1,6 +1,6 @@
 """A small pipeline of one's own: models, samples, a forward step and losses as RL pipelines write them, and one step.
 
-The same forward step and losses run dense full sequences through a stock model by Megatron's schedule, and branch samples
+The same forward step and losses run full sequences through a stock model by Megatron's schedule, and branch samples
 through a segment model by ours.
 """
 
@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func as get_megatron_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import Float16Module
@@ -52,10 +53,10 @@ class Loss:
     num_microbatches: int
     num_samples: int = 0  # over all data-parallel ranks
 
-    def __call__(self, sample: Sample, logits: torch.Tensor, non_loss_data: bool = False):
+    def __call__(self, sample: Sample, padded_length: int, logits: torch.Tensor, non_loss_data: bool = False):
         assert logits.dtype is torch.float32
         cp, dp = parallel_state.get_context_parallel_world_size(), parallel_state.get_data_parallel_world_size()
-        targets, weights = _targets(sample, logits.shape[1] * cp)
+        targets, weights = (_padded(t, logits.shape[1]) for t in _targets(sample, padded_length))
         logprobs = -vocab_parallel_cross_entropy(logits.transpose(0, 1).contiguous(), targets[:, None])[:, 0]
         mask = (weights != 0).float()
         if non_loss_data:
@@ -96,14 +97,25 @@ def _targets(sample: Sample, padded_length: int) -> tuple[torch.Tensor, torch.Te
     return _zigzag(targets), _zigzag(weights)
 
 
-def forward_step(iterator, model, *, loss: Loss, multiple: int):
-    """As Megatron's users write it: pad to a multiple, cut over CP, run the model, leave the loss to a closure."""
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, rows - len(tensor)))
+
+
+def forward_step(iterator, model, *, loss: Loss, multiple: int, packed: bool = False):
+    """As Megatron's users write it: pad to a multiple, cut over CP, run the model, leave the loss to a closure.
+
+    `packed` is a packed batch of one sample, with more padding behind it, as slime makes it.
+    """
     sample = next(iterator)
     tokens = torch.zeros(-(-len(sample.tokens) // multiple) * multiple, dtype=torch.int64)
     tokens[: len(sample.tokens)] = sample.tokens
     positions = _zigzag(torch.arange(len(tokens)))
-    output = model(_zigzag(tokens)[None], positions[None], None)
-    return output, partial(loss, sample)
+    inputs, params = _zigzag(tokens), None
+    if packed:
+        inputs = _padded(inputs, -(-len(inputs) // 16) * 16)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, len(tokens)]))
+    output = model(inputs[None], positions[None], None, packed_seq_params=params)
+    return output, partial(loss, sample, len(tokens))
 
 
 def make_microbatches(*shapes: tuple[int, list[int]], seed: int = 0) -> list[PromptMicrobatch]:
@@ -218,14 +230,21 @@ def _seed_weights(chunk: GPTModel, groups, stage: int) -> None:
 
 
 def run_step(
-    func: Callable, chunks: list[DistributedDataParallel], data: list, loss: Loss, *, multiple: int = 2, **kwargs
+    func: Callable,
+    chunks: list[DistributedDataParallel],
+    data: list,
+    loss: Loss,
+    *,
+    multiple: int = 2,
+    packed: bool = False,
+    **kwargs,
 ) -> list:
     """One schedule call over `data` on fresh gradients, unless `keep`; what it returns."""
     if not kwargs.pop("keep", False):
         for chunk in chunks:
             chunk.zero_grad_buffer()
     return func(
-        forward_step_func=partial(forward_step, loss=loss, multiple=multiple),
+        forward_step_func=partial(forward_step, loss=loss, multiple=multiple, packed=packed),
         data_iterator=[iter(data) for _ in chunks] if len(chunks) > 1 else iter(data),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(data),
