@@ -5,6 +5,7 @@ does any other layout. A layout that is the same resumes bit-equal. The distribu
 reshardable, so it follows the model into other layouts. `checkpoint_folder` has the order of things on disk.
 """
 
+import functools
 import json
 import queue
 from collections.abc import Callable, Sequence
@@ -29,9 +30,27 @@ from longstraw_megatron.mcore import checkpoint_state as parts
 from longstraw_megatron.mcore.checkpoint_folder import Checkpoint, find_checkpoint, publish, start_partial
 from longstraw_megatron.mcore.optimizer_resume import resume_patches
 from longstraw_megatron.mcore.patching import Patch, applied
+from longstraw_megatron.mcore.quiet import quiet_megatron_load
+
+_write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+
+
+@functools.wraps(_write_bucket)
+def _write_or_raise(*args, **kwargs):
+    output = _write_bucket(*args, **kwargs)
+    if output is not None and isinstance(output[1], Exception):
+        raise output[1]
+    return output
+
 
 # What Megatron does for saving in the background, this saves in the foreground
 FOREGROUND = (
+    Patch(
+        filesystem_async.FileSystemWriterAsync,
+        "write_preloaded_data",
+        staticmethod(_write_or_raise),
+        "tells the type of a failed write, not its reason (dist_checkpointing/strategies/filesystem_async.py:291)",
+    ),
     Patch(
         filesystem_async,
         "get_write_results_queue",
@@ -75,7 +94,7 @@ def _write(state: dict, folder: Path, groups: ProcessGroupCollection, failure: s
     reason = None
     try:
         with applied(FOREGROUND):
-            dist_checkpointing.save(state, str(folder), strategy)
+            dist_checkpointing.save(state, str(folder), strategy, content_metadata=parts.content_metadata())
     except CheckpointException as error:  # a BaseException; only rank 0's has the reasons
         reason = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
     reasons = [reason]
@@ -86,7 +105,8 @@ def _write(state: dict, folder: Path, groups: ProcessGroupCollection, failure: s
 
 def _read(state: dict, checkpoint: Checkpoint) -> dict:
     try:
-        return dist_checkpointing.load(state, str(checkpoint.path))
+        with quiet_megatron_load():
+            return dist_checkpointing.load(state, str(checkpoint.path))
     except (CheckpointException, CheckpointingException, KeyError) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         raise RefusedError(

@@ -143,9 +143,12 @@ def _write_pointer(directory: Path, step: int) -> None:
 def _prune(directory: Path, final: Path, keep: int | None) -> None:
     for replaced in directory.glob(".iter_*.replaced"):
         shutil.rmtree(replaced)
+    for removed in directory.glob(".iter_*.removed"):
+        shutil.rmtree(removed)
     if keep is not None:
         others = [checkpoint.path for checkpoint in _complete(directory) if checkpoint.path != final]
         for path in others[: max(len(others) - (keep - 1), 0)]:
-            # first no longer complete, then gone: a removal that is cut short must not look like a checkpoint
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
+            # a removal that is cut short must not look like a checkpoint, and is ended by the next save
+            removed = directory / f".{path.name.lstrip('.')}.removed"
+            os.rename(path, removed)
+            shutil.rmtree(removed)

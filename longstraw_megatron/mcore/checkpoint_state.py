@@ -33,15 +33,17 @@ def layout_of(groups: ProcessGroupCollection, model_chunks: Sequence[nn.Module])
     return {"world_size": dist.get_world_size(), "vpp": len(model_chunks), "etp": groups.expt_tp.size(), **sizes}
 
 
-def _metadata(groups: ProcessGroupCollection) -> dict:
-    """Megatron's switches of how state dicts are sharded."""
+def content_metadata() -> dict:
+    """Megatron's switches of how state dicts are sharded; saved too, since its own loaders ask the checkpoint."""
     return {
         "distrib_optim_sharding_type": SHARDING,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "non_homogeneous_layers": True,
-        "dp_cp_group": groups.dp_cp,
     }
+
+
+def _metadata(groups: ProcessGroupCollection) -> dict:
+    return {**content_metadata(), "dp_cp_group": groups.dp_cp}
 
 
 def model_keys(model_chunks: Sequence[nn.Module]) -> list[str]:
@@ -75,7 +77,9 @@ def _inner(part: dict) -> dict:
 
 
 def _unwrap_values(group: dict) -> dict:
-    return {key: value.unwrap() if isinstance(value, LocalNonpersistentObject) else value for key, value in group.items()}
+    return {
+        key: value.unwrap() if isinstance(value, LocalNonpersistentObject) else value for key, value in group.items()
+    }
 
 
 def split_optimizer(

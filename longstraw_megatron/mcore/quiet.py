@@ -26,6 +26,12 @@ KNOWN_BUILD_WARNINGS = (
     ),  # models/mimo/config/base_configs.py:12, imported by the optimizer
     ("When using sequence parallelism it is recommended to set", UserWarning),  # layers.py:848, on a CPU there is none
 )
+# dist_checkpointing/serialization.py:229, strategies/torch.py: how Megatron calls torch
+KNOWN_LOAD_WARNINGS = (
+    ("torch.distributed is disabled, unavailable or uninitialized", UserWarning),
+    ("The argument order of load has been changed", UserWarning),
+    ("Please use DTensor instead and we are deprecating ShardedTensor", FutureWarning),
+)
 MODULES = (
     "megatron.core",
     "megatron.core.dist_checkpointing",
@@ -58,6 +64,15 @@ def quiet_megatron_build() -> Iterator[None]:
             yield
     finally:
         gpt_model.removeFilter(_is_news)
+
+
+@contextlib.contextmanager
+def quiet_megatron_load() -> Iterator[None]:
+    """Loading a distributed checkpoint without the warnings of how Megatron calls torch."""
+    with warnings.catch_warnings():
+        for message, category in KNOWN_LOAD_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        yield
 
 
 def quiet_megatron_import() -> None:

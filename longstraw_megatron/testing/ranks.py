@@ -51,6 +51,7 @@ class _Report:
     when: float  # time.monotonic(), one clock for all processes of a machine
     result: object = None
     error: str | None = None
+    died: bool = False
 
     def to_bytes(self) -> bytes:
         buffer = io.BytesIO()
@@ -122,7 +123,8 @@ def _receive(job: _Job, pipe: Connection, process: BaseProcess, rank: int) -> _R
     except EOFError:
         when = time.monotonic()
         process.join(GRACE_S)
-        return _Report(rank, when, error=f"The process died, exit code {process.exitcode}.\n{job.stack(rank)}")
+        error = f"The process died, exit code {process.exitcode}.\n{job.stack(rank)}"
+        return _Report(rank, when, error=error, died=True)
 
 
 def _collect(job: _Job, processes: list[BaseProcess], pipes: list[Connection], deadline: float) -> list[_Report]:
@@ -154,7 +156,8 @@ def _stack(job: _Job, process: BaseProcess, rank: int) -> str:
 
 
 def _results(job: _Job, processes: list[BaseProcess], reports: list[_Report]) -> list:
-    failed = sorted((report for report in reports if report.error is not None), key=lambda report: report.when)
+    # a rank that died is why others lost their connection to it, however late its end was seen
+    failed = sorted((report for report in reports if report.error is not None), key=lambda it: (not it.died, it.when))
     if failed:
         first, *others = failed
         also = f"Then also: ranks {[report.rank for report in others]}.\n" if others else ""

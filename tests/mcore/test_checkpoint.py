@@ -1,75 +1,35 @@
-"""Checkpoints: bit-equal resume, other layouts, stock Megatron, and a kill at every point of a save."""
+"""Checkpoints: bit-equal resume, other layouts, stock Megatron."""
 
 import random
+import re
 
 import numpy as np
 import pytest
 import stock_models
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core import dist_checkpointing
+from stock_trainer import BF16, EXTRA, SP, Trainer, train_and_save
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from longstraw_megatron.mcore.checkpoint import load_checkpoint, save_checkpoint
+from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.mcore.checkpoint import load_checkpoint
+from longstraw_megatron.mcore.checkpoint_folder import latest_checkpoint
 from longstraw_megatron.testing import run_ranks
 from longstraw_megatron.testing.megatron import init_megatron
-
-SP = {"sequence_parallel": True}
-EXTRA = {"cursor": {"file": "rollouts.jsonl", "group": 7}, "wandb_id": "abc123"}
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+from longstraw_megatron.testing.shards import assemble, local_pieces
 
 
-class Trainer:
-    """A stock model with Megatron's optimizer and schedule."""
-
-    def __init__(self, name, groups, *, distributed=True, **config):
-        self.groups = groups
-        model = stock_models.build(name, groups, **config)
-        self.model = stock_models.wrap(model, groups, use_distributed_optimizer=distributed)
-        bf16 = model.config.bf16
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            min_lr=1e-4,
-            weight_decay=0.1,
-            clip_grad=0.5,
-            bf16=bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=distributed,
-        )
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config, [self.model], use_gloo_process_groups=False, pg_collection=groups
-        )
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=1e-2,
-            min_lr=1e-4,
-            lr_warmup_steps=2,
-            lr_decay_steps=8,
-            lr_decay_style="cosine",
-            start_wd=0.1,
-            end_wd=0.1,
-            wd_incr_steps=8,
-            wd_incr_style="constant",
-        )
-
-    def step(self, count=1):
-        for _ in range(count):
-            self.scheduler.step(increment=1)
-            self.optimizer.zero_grad()
-            stock_models.backward(self.model, self.groups)
-            assert self.optimizer.step()[0]
-
-    def save(self, folder, step, *, extra=EXTRA, keep=None):
-        arguments = (step, [self.model], self.optimizer, self.scheduler, extra)
-        return save_checkpoint(folder, *arguments, groups=self.groups, keep=keep)
-
-    def load(self, folder):
-        return load_checkpoint(folder, [self.model], self.optimizer, self.scheduler, groups=self.groups)
-
-    def weights(self):
-        model = self.model.module
-        return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of two steps in different layouts: name -> (folder, whole weights)."""
+    cases = {"dense": (2, {"tp": 2}, {}), "qwen": (4, {"tp": 2, "pp": 2}, SP), "glm": (2, {"ep": 2}, {})}
+    folders = {}
+    for name, (world_size, layout, options) in cases.items():
+        folder = tmp_path_factory.mktemp(name)
+        pieces = run_ranks(world_size, train_and_save, folder, name, layout, options)
+        folders[name] = (folder, assemble(pieces))
+    return folders
 
 
 def _draws() -> list:
@@ -120,3 +80,110 @@ def test_resume_is_bit_equal(tmp_path, name, world_size, layout, options):
     for different, moved, same_schedule in run_ranks(world_size, _train_save_resume, tmp_path, name, layout, options):
         assert different == [] and same_schedule
         assert moved > 0  # a step changes weights: equality says something
+
+
+def _resume_elsewhere(rank, world_size, folder, again, name, layout, options):
+    """Resume in another layout, and save there at once."""
+    trainer = Trainer(name, init_megatron(**layout), **options)
+    found = trainer.load(folder)
+    trainer.save(again, 2)
+    before = trainer.weights()
+    trainer.step()
+    moved = [name for name, weight in trainer.weights().items() if not torch.equal(weight, before[name])]
+    return found.same_layout, len(moved), local_pieces([trainer.model])
+
+
+def _tensors(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of the latest checkpoint, by torch's own reader."""
+    reader = FileSystemReader(latest_checkpoint(folder))
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout", "options"),
+    [
+        ("dense", 1, {}, {}),
+        ("dense", 4, {"pp": 2}, {}),
+        ("qwen", 1, {}, {}),
+        ("qwen", 2, {"cp": 2}, {}),
+        ("glm", 1, {}, {}),
+        ("glm", 4, {"tp": 2, "pp": 2, "ep": 2}, SP),
+    ],
+    ids=lambda value: "".join(str(value).split()) if isinstance(value, dict) else str(value),
+)
+def test_model_and_optimizer_follow_into_other_layouts(saved, tmp_path, name, world_size, layout, options):
+    """Saved again from the other layout, every tensor of model and optimizer is the same, bit for bit."""
+    folder, _ = saved[name]
+    results = run_ranks(world_size, _resume_elsewhere, folder, tmp_path, name, layout, options)
+    assert not any(same_layout for same_layout, _, _ in results) and all(moved for _, moved, _ in results)
+    there, here = _tensors(folder), _tensors(tmp_path)
+    assert there.keys() == here.keys() and any("exp_avg_sq" in key for key in there)
+    assert [key for key in there if not torch.equal(there[key], here[key])] == []
+
+
+def _stock_load(rank, world_size, folder, name, layout, options):
+    """Stock Megatron, without a line of this package's checkpoints."""
+    model = stock_models.build(name, init_megatron(**layout), **options)
+    state = {"model": model.sharded_state_dict()}
+    model.load_state_dict(dist_checkpointing.load(state, str(folder / "iter_0000002"))["model"])
+    return local_pieces([model])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"), [("dense", 1, {}), ("qwen", 2, {"pp": 2}), ("glm", 2, {"pp": 2})], ids=str
+)
+def test_stock_megatron_loads_the_model(saved, name, world_size, layout):
+    folder, weights = saved[name]
+    loaded = assemble(run_ranks(world_size, _stock_load, folder, name, layout, {}))
+    assert loaded.keys() == weights.keys()
+    assert [key for key in weights if not torch.equal(weights[key], loaded[key])] == []
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def _load_model_only(rank, world_size, folder):
+    groups = init_megatron(pp=2)
+    model = stock_models.build("dense", groups)
+    found = load_checkpoint(folder, [model], groups=groups)
+    return found.checkpoint.layout["tp"], local_pieces([model])
+
+
+def test_model_alone_loads_without_an_optimizer(saved):
+    folder, weights = saved["dense"]
+    results = run_ranks(2, _load_model_only, folder)
+    assert [tp for tp, _ in results] == [2, 2]
+    loaded = assemble([pieces for _, pieces in results])
+    assert all(torch.equal(loaded[key], weights[key]) for key in weights)
+
+
+def _load_refused(rank, world_size, folder, name, options):
+    trainer = Trainer(name, init_megatron(), **options)
+    try:
+        trainer.load(folder)
+    except RefusedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("dense", {"distributed": False}, "has optimizer state of DistributedOptimizer, wanted FP32Optimizer's"),
+        ("dense", {"ffn_hidden_size": 64}, "does not fit the model: .*shape"),
+        ("qwen", {}, "does not fit the model: .*not in state dict"),
+    ],
+)
+def test_what_does_not_fit_is_refused(saved, name, options, text):
+    (message,) = run_ranks(1, _load_refused, saved["dense"][0], name, options)
+    assert re.search(text, message, re.DOTALL), message
+
+
+def test_plain_optimizer_resumes_in_its_own_layout_only(tmp_path):
+    run_ranks(2, train_and_save, tmp_path, "dense", {"tp": 2}, {"distributed": False})
+    (message,) = run_ranks(1, _load_refused, tmp_path, "dense", {"distributed": False})
+    assert "resumes in the same layout only" in message

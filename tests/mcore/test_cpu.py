@@ -94,16 +94,16 @@ def test_every_patch_has_its_reason_and_place():
 
 def _enable_twice(rank, world_size):
     enable_cpu_runtime()
-    first = torch.empty
+    first = torch.arange
     enable_cpu_runtime()
     with cpu_runtime():
         pass
-    return torch.empty is first, torch.ones(1, device="cuda").device.type
+    return torch.arange is first, torch.ones(1, device="cuda").device.type
 
 
 def test_enabling_is_for_the_life_of_the_process_and_idempotent():
     assert run_ranks(1, _enable_twice, init=False) == [(True, "cpu")]
-    assert not hasattr(torch.empty, "__wrapped__")
+    assert not hasattr(torch.arange, "__wrapped__")
 
 
 def test_refuses_where_cuda_is_available(monkeypatch):
@@ -112,7 +112,7 @@ def test_refuses_where_cuda_is_available(monkeypatch):
         pass
     with pytest.raises(RefusedError, match="use device=cuda"):
         enable_cpu_runtime()
-    assert not hasattr(torch.empty, "__wrapped__")
+    assert not hasattr(torch.arange, "__wrapped__")
 
 
 def test_type_names_are_cuda_for_the_optimizers_only():
