@@ -85,13 +85,15 @@ class Description:
     def max_live_graphs(self, stage: int) -> int:
         """Branch graphs that a virtual stage may hold, each of its own layers only.
 
-        One stage per rank: `pp_size - pp_rank`, which is 1F1B. Virtual stages: 2 (num_stages - stage) / vpp_size,
-        rounded up, so that a microbatch is back before the next ones wait for it. A rank's sum is then at most
-        (vpp_size + 1) pp_size and roundings, which is what Megatron's interleaved schedule holds, or
-        (1 + 1 / vpp_size) pp_size times the graph of all its layers.
+        With n stages from this one to the last: n without virtual stages, which is 1F1B; else 2 n / vpp_size, rounded
+        up, and one more, so that a microbatch is back before the stage has to wait for it (2 n - 1 are always
+        enough). A rank's sum is at most (vpp_size + 1) pp_size + 2 vpp_size - 1; Megatron's interleaved schedule holds
+        (vpp_size + 1) pp_size - 1. Each is the graph of 1 / vpp_size of the rank's layers.
         """
         ahead = self.num_stages - stage
-        return ahead if self.vpp_size == 1 else -(-2 * ahead // self.vpp_size)
+        if self.vpp_size == 1:
+            return ahead
+        return min(2 * ahead - 1, -(-2 * ahead // self.vpp_size) + 1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ directions between two ranks are two channels: they must not wait for each other
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
 from longstraw_megatron.schedule.description import Costs, Description
@@ -110,27 +111,28 @@ class _Progress:
                     yield action
 
 
-_OP_ORDER = {Op.BACKWARD: 0, Op.PROMPT_BACKWARD: 1, Op.PREFILL: 2, Op.FORWARD: 3}
+_AFTER_FORWARD = {Op.BACKWARD: 0, Op.PROMPT_BACKWARD: 1, Op.PREFILL: 2, Op.FORWARD: 3}
+_AFTER_BACKWARD = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.PROMPT_BACKWARD: 2, Op.PREFILL: 3}
 
 
-def _priority(action: Action, pp_size: int) -> tuple[int, ...]:
-    """Least first: the older group; then what frees memory and unblocks others; then, between a rank's virtual stages.
+def _priority(action: Action, op_order: dict[Op, int], pp_size: int) -> tuple[int, ...]:
+    """Least first: the older group; the kind of action; between virtual stages, turns of `pp_size` units.
 
-    Virtual stages take turns of `pp_size` units, as Megatron's do; of equal turns the stage comes first whose output
-    is needed sooner.
+    One forward and one backward alternate, or later stages would starve. Within a turn each flow begins at its
+    own end, but PREFILL and PROMPT_BACKWARD, which keep no graph, finish first what is furthest along.
     """
-    op, stage = action.op, action.stage
-    turn = (action.unit if op.flow == 1 else -action.unit) // pp_size
-    if op is Op.BACKWARD:
-        return action.group, _OP_ORDER[op], 0, stage
-    return action.group, _OP_ORDER[op], turn, -stage if op is Op.PREFILL else stage
+    turn = (-action.unit if action.op is Op.PROMPT_BACKWARD else action.unit) // pp_size
+    stage = action.stage if action.op in (Op.FORWARD, Op.PROMPT_BACKWARD) else -action.stage
+    return action.group, op_order[action.op], turn, stage
 
 
 def _order_computes(description: Description, costs: Callable[[Action], float]) -> Plan:
     """Each rank's compute actions in the order in which the simulated clock began them."""
     progress = _Progress(description)
-    order: Plan = [[] for _ in range(description.pp_size)]
-    busy_until = [0.0] * description.pp_size
+    pp_size = description.pp_size
+    order: Plan = [[] for _ in range(pp_size)]
+    op_order = [_AFTER_FORWARD] * pp_size
+    busy_until = [0.0] * pp_size
     missing = sum(map(sum, progress.left))
     clock = [0.0]
     now = -1.0
@@ -144,13 +146,15 @@ def _order_computes(description: Description, costs: Callable[[Action], float]) 
         begun = True
         while begun:  # a zero-cost action makes others ready at the same instant
             begun = False
-            for pp_rank in range(description.pp_size):
+            for pp_rank in range(pp_size):
                 if busy_until[pp_rank] > now:
                     continue
                 ready = (action for stage in description.stages_of(pp_rank) for action in progress.ready(stage, now))
-                action = min(ready, key=lambda action: _priority(action, description.pp_size), default=None)
+                action = min(ready, key=partial(_priority, op_order=op_order[pp_rank], pp_size=pp_size), default=None)
                 if action is None:
                     continue
+                if action.op in (Op.FORWARD, Op.BACKWARD):
+                    op_order[pp_rank] = _AFTER_FORWARD if action.op is Op.FORWARD else _AFTER_BACKWARD
                 end = now + costs(action)
                 progress.begin(action, end)
                 order[pp_rank].append(action)

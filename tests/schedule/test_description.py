@@ -22,9 +22,10 @@ def test_limits_of_live_graphs():
     plain = Description(groups=(), pp_size=4)
     assert [plain.max_live_graphs(stage) for stage in range(4)] == [4, 3, 2, 1]
     virtual = Description(groups=(), pp_size=4, vpp_size=2)
-    assert [virtual.max_live_graphs(stage) for stage in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
-    # Megatron's interleaved warmup and one more: (vpp - 1) pp + 2 (pp - pp_rank) - 1
-    assert [sum(virtual.max_live_graphs(s) for s in virtual.stages_of(r)) - 1 for r in range(4)] == [11, 9, 7, 5]
+    assert [virtual.max_live_graphs(stage) for stage in range(8)] == [9, 8, 7, 6, 5, 4, 3, 1]
+    # Megatron's interleaved schedule holds (vpp - 1) pp + 2 (pp - pp_rank) - 1
+    assert [sum(map(virtual.max_live_graphs, virtual.stages_of(r))) for r in range(4)] == [14, 12, 10, 7]
+    assert [4 + 2 * (4 - pp_rank) - 1 for pp_rank in range(4)] == [11, 9, 7, 5]
 
 
 @pytest.mark.parametrize("name", ["pp_size", "vpp_size", "max_live_prefixes", "max_run_ahead"])

@@ -6,7 +6,7 @@ from plan_judge import is_legal
 from plan_strategies import COSTS, DESCRIPTIONS
 
 from longstraw_megatron.plan.draw import draw_text
-from longstraw_megatron.schedule import Costs, Description, GroupShape, Op, check_plan, make_plan
+from longstraw_megatron.schedule import Costs, Description, GroupShape, Op, check_plan, make_plan, simulate
 
 
 def _draw(description):
@@ -45,6 +45,31 @@ def test_two_stages_in_full():
     ]
 
 
+def test_the_next_group_fills_bubbles_where_two_prefixes_may_live():
+    groups = (GroupShape(2, 2), GroupShape(2, 1))
+    assert _draw(Description(groups=groups, pp_size=2, exact=False)) == [
+        # stage by stage: the first begins the second group when its own last backward of the first group is done
+        "rank 0 |P0.0-P0.1-F0.0-F0.1-          B0.0------     B0.1------P1.0-P1.1-F1.0-               B1.0------",
+        "rank 1 |     P0.0-P0.1-F0.0-B0.0------F0.1-B0.1------               P1.0-P1.1-F1.0-B1.0------",
+        "makespan 19, bubble 31.6 %",
+    ]
+    assert _draw(Description(groups=groups, pp_size=2, exact=False, max_live_prefixes=2)) == [
+        "rank 0 |P0.0-P0.1-F0.0-F0.1-P1.0-P1.1-B0.0------F1.0-B0.1------               B1.0------",
+        "rank 1 |     P0.0-P0.1-F0.0-B0.0------F0.1-B0.1------P1.0-P1.1-F1.0-B1.0------",
+        "makespan 16, bubble 18.8 %",
+    ]
+
+
+def test_virtual_stages():
+    assert _draw(Description(groups=(GroupShape(2, 2),), pp_size=2, vpp_size=2)) == [
+        "rank 0 |P0a-P1a-P0b-P1b-F0a-F1a-F0b-F1b-        B0b-----    B1b-----B0a-----B1a-----    "
+        "W1b---------W0b---------W1a---------W0a---------",
+        "rank 1 |    P0a-P1a-P0b-P1b-F0a-F1a-F0b-B0b-----F1b-B1b-----B0a-----B1a-----W1b---------W0b---------"
+        "W1a---------W0a---------",
+        "makespan 32, bubble 12.5 %",
+    ]
+
+
 @given(DESCRIPTIONS, COSTS)
 @settings(max_examples=300, deadline=None)
 def test_every_shape_gives_a_proven_plan(description, costs):
@@ -60,7 +85,7 @@ def test_every_shape_gives_a_proven_plan(description, costs):
     trains = any(description.num_units(Op.BACKWARD, group) for group in range(len(description.groups)))
     for pp_rank in range(pp_size):
         graphs = report.peak_live_graphs[pp_rank]
-        assert graphs <= (pp_size - pp_rank if vpp_size == 1 else (vpp_size + 1) * pp_size + vpp_size - 1)
+        assert graphs <= (pp_size - pp_rank if vpp_size == 1 else (vpp_size + 1) * pp_size + 2 * vpp_size - 1)
         assert (graphs > 0) == trains
         assert report.peak_live_prefixes[pp_rank] <= description.max_live_prefixes
         limit = description.max_live_prefixes * most(Op.PROMPT_BACKWARD) * vpp_size
@@ -138,6 +163,16 @@ def test_several_groups_overlap(pp_size, shape):
     assert _makespan(paired) < _makespan(alone)
 
 
+@pytest.mark.parametrize("pp_size", [2, 4, 8])
+@pytest.mark.parametrize("vpp_size", [2, 3])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 16), (8, 32)])
+def test_virtual_stages_shrink_the_bubble(pp_size, vpp_size, shape):
+    plain = Description(groups=(GroupShape(*shape),), pp_size=pp_size)
+    virtual = Description(groups=plain.groups, pp_size=pp_size, vpp_size=vpp_size)
+    assert _makespan(virtual) <= 1.05 * _bound(virtual)
+    assert _makespan(virtual) / vpp_size < _makespan(plain)  # a virtual stage costs 1 / vpp_size
+
+
 @pytest.mark.parametrize("max_live_prefixes", [1, 2])
 @pytest.mark.parametrize("pp_size", [2, 4, 8])
 @pytest.mark.parametrize("shapes", [[(8, 8)], [(1, 1)], [(16, 2), (3, 9), (1, 4)], [(5, 8)] * 4], ids=str)
@@ -153,3 +188,16 @@ def test_an_order_made_for_equal_stages_serves_uneven_ones():
     report = check_plan(make_plan(description), description, costs)
     slowest = 1.05 * _work(description, Costs())
     assert report.makespan <= 1.05 * (slowest + 3 * 4)
+
+
+def test_the_run_ahead_bounds_what_is_in_flight():
+    # the second stage is slow: without a bound the first would send all its segments
+    costs = Costs(stages=(0.1, 1.0))
+    for bound in (1, 2, 6):
+        description = Description(groups=(GroupShape(40, 2),), pp_size=2, max_run_ahead=bound)
+        plan = make_plan(description, costs)
+        report = check_plan(plan, description, costs)
+        # the link may hold the first stage back as soon as so many sends are pending
+        assert report.min_pending_sends <= bound < report.peak_pending_sends
+        held_back = simulate(plan, costs, max_pending=bound)
+        assert max(spans[-1].end for spans in held_back.timeline) == pytest.approx(report.makespan)
