@@ -135,9 +135,10 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
             logger.warning(warning)
     progress = Progress(enabled=None if context.is_first else False)
     resume_from = find_resume(config, groups)
+    wandb_id = config.wandb.id or (resume_from.extra["wandb_id"] if resume_from is not None else None)
     writer = MetricsWriter(
         config.run_dir,
-        config.wandb,
+        dataclasses.replace(config.wandb, id=wandb_id),
         is_writer=context.is_first,
         run_config=dataclasses.asdict(config),
         resume_step=None if resume_from is None else resume_from.step,

@@ -1,5 +1,6 @@
 """Saving a run and going on with it: what `checkpoint.py` stores besides model and optimizer."""
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +16,22 @@ from longstraw_megatron.mcore.trainer import Trainer
 
 
 def fingerprint(groups: Sequence[PromptGroup]) -> str:
-    """A digest of the rollouts that a run trains on: group ids, prompts, responses and rewards."""
+    """A digest of the rollouts that a run trains on: everything in them that the gradient depends on."""
     digest = hashlib.sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape} ".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+        else:
+            digest.update(f"{value!r} ".encode())
+
     for group in groups:
-        digest.update(group.group_id.encode())
-        digest.update(np.ascontiguousarray(group.prompt_tokens).tobytes())
+        for value in (group.group_id, group.prompt_tokens, group.group_size):
+            add(value)
         for branch in group.branches:
-            digest.update(np.ascontiguousarray(branch.tokens).tobytes())
-            digest.update(np.float64(branch.reward).tobytes())
+            for field in dataclasses.fields(branch):
+                add(getattr(branch, field.name))
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ Knows neither Hydra nor Weights & Biases: `train.py` hands in the settings and s
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,16 +140,21 @@ class Trainer:
             if self.groups[indices[g]].branches[b].old_logprobs is None
         }
 
+    @property
+    def _horizon(self) -> int:
+        """Steps that need old logprobs; a run that is saved may be resumed for more than its own."""
+        return self.options.max_steps if self.save is None else sys.maxsize
+
     def _keeps_first_logprobs(self, step: int, indices: Sequence[int]) -> bool:
         whole_file = len(indices) == len(self.groups)
-        return step == 0 and whole_file and self.options.max_steps > 1 and self._lacks_old(indices)
+        return step == 0 and whole_file and self._horizon > 1 and self._lacks_old(indices)
 
     def _score_old(self, steps: list[range]) -> None:
         """Old logprobs of groups that are trained on after the first update."""
-        if len(steps) == 1 or self.options.max_steps == 1:
+        if len(steps) == 1 or self._horizon == 1:
             return
-        later = sorted({i for indices in steps[1 : self.options.max_steps] for i in indices})
-        if self.options.max_steps > len(steps):
+        later = sorted({i for indices in steps[1 : self._horizon] for i in indices})
+        if self._horizon > len(steps):
             later = list(range(len(self.groups)))
         if later and self._lacks_old(later):
             scored = self.learner.score([self.groups[i] for i in later])
