@@ -70,7 +70,7 @@ class PromptOptions:
 
 
 def agree(has_groups: bool, model_groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """All ranks that wait for each other are given prompt groups, or none is: a collective, or some would wait for ever.
+    """See that all ranks that wait for each other were given prompt groups, or none: a collective.
 
     Raises:
         RefusedError: some were and some were not, on all of them.
@@ -80,8 +80,8 @@ def agree(has_groups: bool, model_groups: Sequence[dist.ProcessGroup], device: t
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
     if model_groups and bool(seen.all()):
         raise RefusedError(
-            f"data_iterator yields {'prompt groups' if has_groups else 'no prompt groups'} on this rank and otherwise "
-            "on others, wanted the same on all ranks of the model's TP, CP, PP and EP groups; give each rank an iterator."
+            f"data_iterator yields {'prompt groups' if has_groups else 'no prompt groups'} on this rank and not on "
+            "others, wanted the same on all ranks of the model's TP, CP, PP and EP groups; give each rank an iterator."
         )
 
 
