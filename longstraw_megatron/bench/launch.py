@@ -12,9 +12,15 @@ from longstraw_megatron.errors import RefusedError
 
 WORKER = "longstraw_megatron.bench.worker"
 
-# One arena for all threads: glibc makes one for each, and memory that is free in one is not used by another. What else
-# the allocator keeps is the worker's own to settle (TIGHT_MALLOC), since it trades time for memory.
-MALLOC = {"MALLOC_ARENA_MAX": "1"}
+# For the resident size of a process to be what it uses: one arena for all threads, and freed memory goes back at once
+# (by default glibc keeps it, more of it as it goes). Page faults then slow everything down, dense training by a third,
+# so the worker goes back to usual settings before it takes the time. Bytes.
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 10),
+    "MALLOC_TOP_PAD_": "0",
+}
 ERROR_LINES = 12  # of a failed worker's output
 
 
