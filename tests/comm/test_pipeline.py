@@ -210,10 +210,10 @@ def _bubble(spans_by_rank):
 @pytest.mark.parametrize(
     ("description", "unit_s"),
     [
-        (Description(groups=(GroupShape(3, 4),), pp_size=2), 0.04),
-        (Description(groups=(GroupShape(3, 3),), pp_size=4), 0.04),
-        (Description(groups=(GroupShape(3, 3), GroupShape(1, 2)), pp_size=4, max_live_prefixes=2), 0.03),
-        (Description(groups=(GroupShape(2, 3),), pp_size=2, vpp_size=2), 0.04),
+        (Description(groups=(GroupShape(2, 3),), pp_size=2), 0.06),
+        (Description(groups=(GroupShape(2, 3),), pp_size=4), 0.05),
+        (Description(groups=(GroupShape(2, 2), GroupShape(1, 2)), pp_size=4, max_live_prefixes=2), 0.04),
+        (Description(groups=(GroupShape(1, 2),), pp_size=2, vpp_size=2), 0.05),
     ],
     ids=["pp2", "pp4", "pp4_two_live", "pp2_vpp2"],
 )
