@@ -108,7 +108,7 @@ def pipeline_layout(hf: dict, *, pp: int, vpp: int, stages: Sequence[int] | None
     if illegal:
         raise RefusedError(
             f"parallel.stages got {sizes}, where stages begin at layers {illegal} (from 0), which take their top-k "
-            f"from an earlier one, wanted them to begin at some of {legal}; {split_layers(num_layers, pp * vpp, legal)} "
+            f"from an earlier one, wanted some of {legal}; {split_layers(num_layers, pp * vpp, legal)} "
             "does."
         )
     layout = [["decoder"] * size for size in sizes]
