@@ -56,7 +56,7 @@ def test_gradient_is_that_of_full_sequences(case, name):
 
 def test_stages_that_share_top_k_are_refused_with_the_legal_starts():
     hf = glm_config().to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
-    with pytest.raises(RefusedError, match=r"begin at layers \[4\].*some of \[0, 1, 2, 6, 10\]; \[6, 5\] does"):
+    with pytest.raises(RefusedError, match=r"begin at layers \[4\].*wanted some of \[0, 1, 2, 6, 10\]; \[6, 5\] does"):
         pipeline_layout(hf, pp=2, vpp=1, stages=(4, 7))
 
 
