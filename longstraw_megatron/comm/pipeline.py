@@ -68,7 +68,8 @@ class StageLink:
             blocks, and the backend's watchdog ends a process whose transfer hangs.
         max_pending_sends: sent tensors are kept until the peer has them. With a number, a send that makes more than
             this pending in its channel waits for the oldest; it must be at least the plan's
-            `PlanReport.min_pending_sends`. It may be set anew before each plan.
+            `PlanReport.min_pending_sends`, and may be set anew before each plan. None never waits, but gloo cannot
+            tell that a send is done without waiting for it, so everything sent is kept until `wait`.
     """
 
     def __init__(
