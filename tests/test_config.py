@@ -51,7 +51,13 @@ def test_a_config_can_not_be_changed():
 
 
 def test_overrides_reach_their_keys():
-    words = ["parallel=qwen_8gpu_tp4_cp2", "parallel.cp=1", "segment_length=77", "groups_per_step=3", "wandb.tags=[a,b]"]
+    words = [
+        "parallel=qwen_8gpu_tp4_cp2",
+        "parallel.cp=1",
+        "segment_length=77",
+        "groups_per_step=3",
+        "wandb.tags=[a,b]",
+    ]
     words += ["objective=dr_grpo", "objective.kl_coef=1", "run_dir=runs/${model.name}", "wandb.name=2026"]
     config = load_config([*words, "model.hf_config.num_hidden_layers=4", "optimizer={lr: 0.5}"])
     assert (config.parallel.tp, config.parallel.cp, config.parallel.sp) == (4, 1, True)
