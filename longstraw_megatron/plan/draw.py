@@ -5,13 +5,14 @@ one group); `P` and `W` count the prompt's segments; with virtual stages, `F0.3b
 Waiting is left blank.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from string import ascii_lowercase
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from longstraw_megatron.schedule import Action, Op, PlanReport, Span
+from longstraw_megatron.schedule import Action, Description, Op, PlanReport, Span, check_plan, make_plan
 
 COLORS = {Op.PREFILL: "#4c78a8", Op.FORWARD: "#72b7b2", Op.BACKWARD: "#f2a541", Op.PROMPT_BACKWARD: "#c44e52"}
 NAMES = {
@@ -93,3 +94,18 @@ def draw_png(report: PlanReport, path: str | Path, *, title: str = "", unit: str
     axes.set_title(f"{title}: {_summary(report)}" if title else _summary(report))
     figure.legend(loc="outside lower center", ncols=len(COLORS), frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def draw_plan(
+    description: Description, costs: Callable[[Action], float], path: str | Path | None = None, *, unit: str = "s"
+) -> str:
+    """The plan of a description as text; with a `path` as a PNG there, too.
+
+    The order is the one that is run, which is made for `Costs()` on all ranks; `costs` says what its actions take, in
+    `unit`.
+    """
+    report = check_plan(make_plan(description), description, costs)
+    if path is not None:
+        virtual = f" VPP{description.vpp_size}" if description.vpp_size > 1 else ""
+        draw_png(report, path, title=f"PP{description.pp_size}{virtual}", unit=unit)
+    return draw_text(report)
