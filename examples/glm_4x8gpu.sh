@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of GLM-5.2 in LongStraw's layout, 4 nodes of 8 GPUs. It is tested as 32 CPU processes; it has not run on GPUs.
 #
-# Mind the memory: every parameter is trained with AdamW and takes 18 bytes (bf16 weight; float32 gradient, master weight
+# Mind the memory: each parameter is trained with AdamW and takes 18 bytes (bf16 weight; float32 gradient, master weight
 # and two moments). That is 418 GB on each of 32 GPUs: the released model does not fit, and takes more nodes. NNODES=32
 # with parallel=glm_32gpu_pp4_cp8_ep8 parallel.ep=64 has 4 experts of each of its stage's layers on each of 256 GPUs:
 # 51 GB, and 29 GB for the rest of the stage.
