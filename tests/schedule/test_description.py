@@ -58,7 +58,7 @@ def test_fillers_are_the_last_units():
 
 
 @given(st.lists(st.lists(SHAPES, max_size=4), min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_equalized_ranks_run_the_same_plan(groups_per_rank):
     padded = equalize(groups_per_rank)
     plans = [make_plan(Description(groups=groups, pp_size=2)) for groups in padded]
