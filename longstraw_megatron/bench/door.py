@@ -35,10 +35,10 @@ def main(overrides: Sequence[str]) -> int:
     results = {}
     for method in config.bench.methods:
         start = time.perf_counter()
-        print(f"{method} ...", end="", file=sys.stderr, flush=True)
+        print(f"{method}: running", file=sys.stderr, flush=True)
         result = results[method] = run_method(method, list(overrides), num_ranks=num_ranks)
         outcome = result.reason if isinstance(result, Failure) else "done"
-        print(f" {outcome} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        print(f"{method}: {outcome} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     report = make_report(config, results, num_ranks=num_ranks)
     print(json.dumps(report, indent=2) if config.format == "json" else format_report(report), flush=True)
     wrong = wrong_gradients(report)

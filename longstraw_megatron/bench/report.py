@@ -125,4 +125,7 @@ def format_report(report: dict) -> str:
         f"group of {report['group_size']}, segments of {report['segment_length']}, {report['precision']} on "
         f"{report['num_ranks']} x {report['device']}, fastest of {report['repeats']}"
     )
-    return "\n\n".join((shape, format_table(rows, columns), format_table(phase_rows, phase_columns)))
+    parts = [shape, format_table(rows, columns), format_table(phase_rows, phase_columns)]
+    if sends:
+        parts.append("sent: context parallelism, and per rank also between stages; not Megatron's own collectives")
+    return "\n\n".join(parts)
