@@ -1,29 +1,15 @@
 """metrics.jsonl, W&B's offline file, progress and tables."""
 
 import json
-import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from longstraw_megatron.config import WandbConfig
 from longstraw_megatron.logging import MetricsWriter, Progress, format_bytes, format_table
 from longstraw_megatron.schedule.actions import Action, Op
-
-WRITE_OFFLINE = """
-import sys
-from longstraw_megatron.config import WandbConfig
-from longstraw_megatron.logging import MetricsWriter
-
-wandb = WandbConfig(
-    mode="offline", project="test", entity=None, name="n", group=None, job_type=None, id=None, tags=()
-)
-with MetricsWriter(sys.argv[1], wandb) as writer:
-    writer.log(1, {"train/loss": 0.125})
-    writer.log(2, {"train/loss": 0.25})
-    assert writer.wandb_id
-"""
 
 
 def settings(mode="disabled", **changes) -> WandbConfig:
@@ -33,23 +19,6 @@ def settings(mode="disabled", **changes) -> WandbConfig:
 
 def lines(writer) -> list[dict]:
     return [json.loads(line) for line in writer.path.read_text().splitlines()]
-
-
-def wandb_records(content: bytes) -> list[bytes]:
-    """Records of W&B's transaction log: LevelDB's format (blocks of 32 KiB; crc, length, type) behind 7 bytes."""
-    records, parts, at = [], [], 7
-    while at + 7 <= len(content):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
-        parts.append(content[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # full, last
-            records.append(b"".join(parts))
-            parts = []
-    return records
 
 
 def test_one_json_object_for_each_step_and_none_on_other_ranks(tmp_path):
@@ -78,19 +47,11 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path):
 
 
 def test_the_offline_file_of_wandb_has_the_metrics(tmp_path):
-    from wandb.proto import wandb_internal_pb2
-
-    # In a process of its own: W&B leaves threads behind, and forking ranks beside them crashes in later tests.
-    done = subprocess.run([sys.executable, "-c", WRITE_OFFLINE, tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    history = []
-    for data in wandb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            history.append(items)
+    for verb in ("write", "read"):
+        command = [sys.executable, Path(__file__).with_name("wandb_offline.py"), verb, tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    history = json.loads(done.stdout.splitlines()[-1])
     assert [items["train/loss"] for items in history] == [0.125, 0.25]
 
 
