@@ -1,6 +1,6 @@
 """W&B offline, as a script: `write FOLDER` logs two steps, `read FOLDER` prints the history of what lies there as JSON.
 
-Importing W&B starts threads, and ranks that are forked beside threads can crash: tests run this as a process of its own.
+Importing W&B starts threads, and ranks that are forked beside threads can crash: tests run this in its own process.
 """
 
 import json
