@@ -48,7 +48,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bench": (EVERYTHING, ("torch.distributed", "megatron", "psutil")),
 }
 # Who may read environment variables, as dotted names below the package.
-ENVIRONMENT = ("train", "cli", "doctor", "bench.launch", "mcore.cpu", "mcore.parallel")
+ENVIRONMENT = ("train", "cli", "doctor", "bench.launch", "mcore.cpu", "mcore.parallel", "plan.dry_run_worker")
 
 
 @cache

@@ -131,6 +131,11 @@ class PagedRows:
     def grad_bytes(self) -> int:
         return sum(grad.nbytes for page in self._pages if page.grads is not None for grad in page.grads)
 
+    def make_grads(self) -> None:
+        """Make the accumulators of all pages, which otherwise come with the first gradient of each."""
+        for page in self._pages:
+            self._accumulators(page)
+
     def _accumulators(self, page: Page) -> tuple[Tensor, ...]:
         if page.grads is None:
             dtype = self.grad_dtype

@@ -4,6 +4,7 @@ A layer asks for its table by kind and layer number; it is made on first use. Fo
 in prefill; gradients are added in backward only.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,15 @@ class PrefixState:
             keep_all = self.options.exact or parent is not None
             self._boundaries[layer_number] = BoundaryStates(keep_all=keep_all, parent=parent)
         return self._boundaries[layer_number]
+
+    def tables(self) -> Iterator[tuple[str, int, PagedRows]]:
+        """(kind, layer number, rows) of every table made so far."""
+        for (kind, layer_number), rows in self._rows.items():
+            yield kind, layer_number, rows
+
+    def boundary_tables(self) -> Iterator[tuple[int, BoundaryStates]]:
+        """(layer number, boundary states) of every layer that has any."""
+        yield from self._boundaries.items()
 
     def layouts_before(self, boundary: int) -> list[tuple[int, SegmentLayout]]:
         """(first position, layout) of the segments before `boundary`, in order; layers that need them record them."""

@@ -1,0 +1,189 @@
+"""The process of a dry run. stdin: the job of `dry_run`, JSON; last line of stdout: its result."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longstraw_megatron.config import Config, build_config
+from longstraw_megatron.functional.objective import BranchLoss
+from longstraw_megatron.mcore.cpu import fake_rng
+from longstraw_megatron.mcore.group_work import GroupWork, cut_group
+from longstraw_megatron.mcore.learner import Learner
+from longstraw_megatron.mcore.model import BuildOptions, build_model, moe_layer_numbers, unwrap, wrap_ddp
+from longstraw_megatron.mcore.optimizer import build_optimizer
+from longstraw_megatron.mcore.parallel import ParallelContext
+from longstraw_megatron.mcore.patching import Patch, applied
+from longstraw_megatron.mcore.session import learner_options, make_link
+from longstraw_megatron.plan.dry_run import DryRunResult, Phase
+from longstraw_megatron.plan.fake_prefix import counted_state, fill_stage_inputs, fill_state, two_pages
+from longstraw_megatron.plan.fake_ranks import alone, init_fake_ranks
+from longstraw_megatron.plan.items import Item
+from longstraw_megatron.plan.live import LiveMemory
+from longstraw_megatron.plan.stand_ins import counted_logits, even_routing, gpu_kernels, short_loops
+from longstraw_megatron.plan.workload import Workload
+from longstraw_megatron.schedule import Action, Description, GroupShape, Op, incoming, outgoing
+
+
+class Recorder:
+    """Closes phases: the peak since the last one, with its items."""
+
+    def __init__(self, live: LiveMemory):
+        self.live = live
+        self.phases: list[Phase] = []
+        self._start, self._ops = time.perf_counter(), 0
+
+    def close(self, name: str) -> None:
+        live, now = self.live, time.perf_counter()
+        phase = Phase(
+            name=name,
+            peak=live.peak,
+            items=live.peak_items,
+            host={item: size for item, size in live.host.items() if size},
+            left=live.items[Item.GRAPH],
+            seconds=round(now - self._start, 3),
+            num_ops=live.num_ops - self._ops,
+        )
+        self.phases.append(phase)
+        self._start, self._ops = now, live.num_ops
+        live.reset_peak()
+
+
+def _optimizer_states(optimizer) -> list[Tensor]:
+    """Both moments, which the first step makes, of everything that is stepped."""
+    return [
+        torch.empty_like(parameter)
+        for inner in getattr(optimizer, "chained_optimizers", [optimizer])
+        for group in inner.optimizer.param_groups
+        for parameter in group["params"]
+        for _ in range(2)
+    ]
+
+
+def build_learner(config: Config, context: ParallelContext, recorder: Recorder) -> tuple[Learner, list[Tensor]]:
+    """The trained model as a run makes it: weights, DDP, optimizer; and the optimizer's states."""
+    live = recorder.live
+    with live.counted_as(Item.WEIGHTS):
+        chunks = build_model(config.model.hf_config, BuildOptions(config.precision, config.recompute), context)
+    distributed = context.groups.dp_cp.size() > 1
+    with live.counted_as(Item.GRADIENTS):
+        chunks = wrap_ddp(chunks, context, use_distributed_optimizer=distributed)
+    live.recount((p.data for chunk in chunks for p in chunk.parameters()), Item.WEIGHTS)
+    with live.counted_as(Item.OPTIMIZER):
+        optimizer = build_optimizer(
+            config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
+        )
+        states = _optimizer_states(optimizer)
+    learner = Learner(chunks, context, learner_options(config, context), link=make_link(context))
+    recorder.close("build")
+    return learner, [optimizer, states]
+
+
+def _actions(description: Description, pp_rank: int, num_segments: int) -> list[Action]:
+    """First and last PREFILL, as many FORWARDs as may live at once, their BACKWARDs, the last PROMPT_BACKWARD."""
+    stages, last = description.stages_of(pp_rank), num_segments - 1
+    num_microbatches = description.groups[0].num_microbatches
+    computes = [Action(Op.PREFILL, 0, unit, stage) for unit in sorted({0, last} - {-1}) for stage in stages]
+    live = {stage: range(min(description.max_live_graphs(stage), num_microbatches)) for stage in stages}
+    computes += [Action(Op.FORWARD, 0, unit, stage) for stage in stages for unit in live[stage]]
+    computes += [Action(Op.BACKWARD, 0, unit, stage) for stage in reversed(stages) for unit in live[stage]]
+    if description.exact and num_segments:
+        computes += [Action(Op.PROMPT_BACKWARD, 0, last, stage) for stage in reversed(stages)]
+    actions = []
+    for compute in computes:
+        before, behind = incoming(compute, description.num_stages), outgoing(compute, description.num_stages)
+        actions += [action for action in (before, compute, behind) if action is not None]
+    return actions
+
+
+def _make_work(learner: Learner, workload: Workload) -> GroupWork:
+    """The prompt group as a step would prepare it."""
+    context, options, group = learner.context, learner.options, workload.group()
+    return GroupWork(
+        group,
+        cut_group(group, options.cut, cp_size=context.groups.cp.size()),
+        options.state,
+        cp_rank=context.groups.cp.rank(),
+        num_chunks=len(learner.chunks),
+        device=context.device,
+        traffic=learner.traffic,
+        moe_layers=moe_layer_numbers(unwrap(learner.chunks[0]).config),
+    )
+
+
+def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None:
+    """The engine on the first and the last prompt segment and as many microbatches as live at once."""
+    live, engine, groups = recorder.live, learner.engine, learner.context.groups
+    work = _make_work(learner, workload)
+    last = work.num_segments - 1
+    description = Description(
+        groups=(GroupShape(work.num_segments, work.num_microbatches),),
+        pp_size=groups.pp.size(),
+        vpp_size=len(learner.chunks),
+        exact=learner.options.state.exact,
+    )
+
+    def progress(action: Action) -> None:
+        state = work.states[action.stage // groups.pp.size()]
+        live.recount(state.experts.values(), Item.STATE)
+        live.recount(engine._kept.values(), Item.STAGE_INPUTS)
+        if action.op is Op.PREFILL and action.unit == 0 and last > 0:
+            recorder.close("first prefill")
+            fill_state(state, work, live)
+            with live.counted_as(Item.STAGE_INPUTS):
+                fill_stage_inputs(engine, action.stage, last)
+            recorder.close("state")
+        else:
+            recorder.close(f"{action.op.name.lower().replace('_', ' ')}")
+
+    def objective(place: int, branch: int, logprobs: Tensor) -> BranchLoss:
+        return BranchLoss(loss=logprobs.sum(), grad_logprobs=torch.empty_like(logprobs), stats={})
+
+    engine.progress = progress
+    engine.run(_actions(description, groups.pp.rank(), work.num_segments), [work], objective=objective)
+
+
+def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -> DryRunResult:
+    """Run rank `rank` of `world_size` on fake tensors. This process is good for nothing else afterwards."""
+    live = LiveMemory()
+    recorder = Recorder(live)
+    to = Patch(torch.nn.Module, "to", lambda module, *args: module, "it swaps parameters, which fake ones refuse")
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fake_rng())
+        patches = [to, *alone(), *even_routing(), *two_pages(), *counted_state(live), *counted_logits(live)]
+        if config.device == "cuda":
+            patches += [*gpu_kernels(), *short_loops()]
+        context = init_fake_ranks(config, rank, world_size)
+        stack.enter_context(applied(patches))
+        stack.enter_context(live)
+        learner, _optimizer = build_learner(config, context, recorder)
+        run_phases(learner, workload, recorder)
+    return DryRunResult(rank, tuple(recorder.phases))
+
+
+def resolved(config: Config) -> Config:
+    """`device` and `precision` without `auto`: what is planned runs on a GPU unless it says otherwise."""
+    device = "cuda" if config.device == "auto" else config.device
+    precision = ("bf16" if device == "cuda" else "fp32") if config.precision == "auto" else config.precision
+    return dataclasses.replace(config, device=device, precision=precision)
+
+
+def main() -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    job = json.loads(sys.stdin.read())
+    workload = Workload(job["prompt_length"], tuple(job["response_lengths"]))
+    config = resolved(build_config(job["config"]))
+    result = run_dry(config, workload, rank=job["rank"], world_size=job["world_size"])
+    print(json.dumps(dataclasses.asdict(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

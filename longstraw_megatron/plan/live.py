@@ -1,0 +1,106 @@
+"""Live bytes by item, of every storage that operations make: real tensors or fake ones.
+
+A peak keeps the split by item that it had. Storages are counted once, from the operation that makes them to the moment
+when nobody holds them; views count nothing. What a kernel allocates inside and frees again is not seen.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longstraw_megatron.plan.items import Item
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts storages made inside the block under the current item (`counted_as`, `recount`).
+
+    What is counted `on_host` takes no part in `total` and `peak`. Nobody knows a fake tensor's value: where one is
+    read, a truth value is True and a number is 0, and `nonzero` names every place.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.items: Counter[Item] = Counter()  # live bytes on the device
+        self.host: Counter[Item] = Counter()
+        self.total = 0
+        self.peak = 0
+        self.num_ops = 0
+        self._peak_items: Counter[Item] = Counter()
+        self._is_rising = False  # whether the present state is the peak and not copied yet
+        self._item, self._on_host = Item.GRAPH, False
+        self._sizes: dict[int, tuple[int, Item, bool]] = {}  # storage -> (bytes, item, on host)
+
+    @property
+    def peak_items(self) -> dict[Item, int]:
+        """Live bytes on the device by item at the peak."""
+        items = self.items if self._is_rising else self._peak_items
+        return {item: size for item, size in items.items() if size}
+
+    def reset_peak(self) -> None:
+        """Start a new phase: the peak is what lives now."""
+        self.peak, self._is_rising = self.total, True
+
+    @contextlib.contextmanager
+    def counted_as(self, item: Item, *, on_host: bool = False) -> Iterator[None]:
+        """Count what is made inside the block under `item`."""
+        before = self._item, self._on_host
+        self._item, self._on_host = item, on_host
+        try:
+            yield
+        finally:
+            self._item, self._on_host = before
+
+    def recount(self, tensors: Iterable[Tensor], item: Item) -> None:
+        """Count tensors that live already under `item`, where they lie."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._sizes:
+                size, old, on_host = self._sizes[key]
+                self._sizes[key] = size, item, on_host
+                table = self.host if on_host else self.items
+                table[old] -= size
+                table[item] += size
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if size == 0 or key in self._sizes:
+            return
+        self._sizes[key] = size, self._item, self._on_host
+        if self._on_host:
+            self.host[self._item] += size
+        else:
+            self.items[self._item] += size
+            self.total += size
+            if self.total > self.peak:
+                self.peak, self._is_rising = self.total, True
+        weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        size, item, on_host = self._sizes.pop(key)
+        if on_host:
+            self.host[item] -= size
+            return
+        if self._is_rising:
+            self._peak_items, self._is_rising = self.items.copy(), False
+        self.items[item] -= size
+        self.total -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += 1
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return args[0].dtype is torch.bool or 0
+        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
+            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return out
