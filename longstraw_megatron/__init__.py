@@ -9,9 +9,18 @@ _HOMES = {
     "PromptMicrobatch": "longstraw_megatron.mcore.prompt_batch",
     "PromptOptions": "longstraw_megatron.mcore.prompt_checks",
     "get_forward_backward_func": "longstraw_megatron.mcore.forward_backward",
+    "prepare_chunk": "longstraw_megatron.mcore.model",
+    "segment_block_spec": "longstraw_megatron.mcore.specs",
 }
 
-__all__ = ["PromptMicrobatch", "PromptOptions", "__version__", "get_forward_backward_func"]
+__all__ = [
+    "PromptMicrobatch",
+    "PromptOptions",
+    "__version__",
+    "get_forward_backward_func",
+    "prepare_chunk",
+    "segment_block_spec",
+]
 
 
 def __getattr__(name: str):

@@ -5,7 +5,6 @@ without a model or a process group is judged here, in one sentence that names th
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from longstraw_megatron.config_tree import parse_dataclass
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.functional.objective_config import ObjectiveConfig
+from longstraw_megatron.hf_config import read_hf_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,23 +219,6 @@ def resolve_auto(config: Config, *, cuda_available: bool) -> Config:
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
     precision = ("bf16" if device == "cuda" else "fp32") if config.precision == "auto" else config.precision
     return dataclasses.replace(config, device=device, precision=precision)
-
-
-def read_hf_config(folder: str) -> dict[str, Any]:
-    """The text model's config.json of a Hugging Face checkpoint folder, with the folder's `architectures`."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise RefusedError(
-            f"model.hf_path must be a checkpoint folder with a config.json, got {folder}, which has none."
-        )
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RefusedError(f"{path} must be JSON, got: {error}.") from error
-    text = tree.get("text_config", tree) if isinstance(tree, dict) else None
-    if not isinstance(text, dict) or "vocab_size" not in text:
-        raise RefusedError(f"{path} must describe a language model, got no vocab_size in it.")
-    return {**text, "architectures": tree.get("architectures") or text.get("architectures") or []}
 
 
 def build_config(tree: dict[str, Any]) -> Config:

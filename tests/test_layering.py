@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "longstraw_megatron"
 MAX_LINES = 400
 
-NOUNS = ("errors", "config_tree", "config", "batch")
+NOUNS = ("errors", "config_tree", "hf_config", "config", "batch")
 PURE = ("functional", "layout", "schedule")
 ROOMS = (*NOUNS, *PURE, "state", "ops", "comm", "segments", "rollouts")
 HOUSE = (*ROOMS, "mcore")
@@ -25,7 +25,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (HOUSE, ()),  # the package's own __init__
     "errors": ((), ()),
     "config_tree": (("errors",), ()),
-    "config": (("errors", "config_tree", "functional.objective_config"), ()),
+    "hf_config": (("errors",), ()),
+    "config": (("errors", "config_tree", "hf_config", "functional.objective_config"), ()),
     "batch": (("errors",), ()),
     "functional": (("errors",), ()),
     "layout": (("errors",), ()),

@@ -1,30 +1,13 @@
 """Progress bars of a step: prompt segments, branches, prompt backward. Each advances as a plan's actions are done."""
 
 import sys
-from collections.abc import Iterable
 from typing import TextIO
 
 from tqdm import tqdm
 
-from longstraw_megatron.batch import PromptGroup, split_microbatches
 from longstraw_megatron.schedule.actions import Action, Op
 
 LABELS = {Op.PREFILL: "prompt segments", Op.FORWARD: "branches", Op.PROMPT_BACKWARD: "prompt backward"}
-
-
-def count_units(
-    groups: Iterable[PromptGroup],
-    *,
-    segment_length: int,
-    branches_per_microbatch: int,
-    prompt_backward: bool,
-) -> dict[Op, int]:
-    """How many actions of each bar one stage will do for `groups`, which are those that this rank runs."""
-    segments = microbatches = 0
-    for group in groups:
-        segments += -(-len(group.prefix_tokens) // segment_length)
-        microbatches += len(split_microbatches(group, branches_per_microbatch))
-    return {Op.PREFILL: segments, Op.FORWARD: microbatches, Op.PROMPT_BACKWARD: segments if prompt_backward else 0}
 
 
 class Progress:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore import checkpoint_state as parts
 from longstraw_megatron.mcore.checkpoint_folder import Checkpoint, find_checkpoint, publish, start_partial
+from longstraw_megatron.mcore.model import unwrap
 from longstraw_megatron.mcore.optimizer_resume import resume_patches
 from longstraw_megatron.mcore.patching import Patch, applied
 from longstraw_megatron.mcore.quiet import quiet_megatron_load
@@ -197,7 +198,7 @@ def load_checkpoint(
                 state["rng_state"] = parts.rng_object(None)
         loaded = _read(state, checkpoint)
         for key, chunk in zip(parts.model_keys(model_chunks), model_chunks, strict=True):
-            parts.unwrap(chunk).load_state_dict(loaded[key])
+            unwrap(chunk).load_state_dict(loaded[key])
         if optimizer is not None:
             parts.load_optimizer(optimizer, loaded["optimizer"], param_groups, loaded["optimizer_groups"])
     if scheduler is not None:

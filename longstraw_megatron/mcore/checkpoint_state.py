@@ -19,12 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
+from longstraw_megatron.mcore.model import unwrap
+
 SHARDING = "fully_reshardable"
-
-
-def unwrap(chunk: nn.Module) -> nn.Module:
-    """The model inside DDP's wrapper."""
-    return getattr(chunk, "module", chunk)
 
 
 def layout_of(groups: ProcessGroupCollection, model_chunks: Sequence[nn.Module]) -> dict[str, int]:

@@ -8,6 +8,7 @@ between FORWARD and BACKWARD.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -102,8 +103,9 @@ class Engine:
         self._live: dict[tuple[int, int, int], LiveGraph] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._leaving: dict[Key, Tensor] = {}
-        for action in actions:
+        for place, action in enumerate(actions):
             if action.op.is_compute:
+                self._expect_next(actions, place + 1)
                 self._handlers[action.op](action)
                 if self.progress is not None:
                     self.progress(action)
@@ -216,6 +218,15 @@ class Engine:
             packed_seq_params=segment,
             output_processor=head,
         )
+
+    def _expect_next(self, actions: Sequence[Action], place: int) -> None:
+        """Post the receives between this compute action and the next one, so that they come in while it runs."""
+        for action in islice(actions, place, None):
+            if action.op.is_compute:
+                return
+            if action.op.is_receive:
+                forward = action.op is Op.RECV_FORWARD
+                self.link.expect(self._shape_of(action), self.chunks[0].config.pipeline_dtype, forward=forward)
 
     def _transfer(self, action: Action) -> None:
         """Receive into, or send out of, what the compute action `action.of` needs or made."""

@@ -51,14 +51,15 @@ from longstraw_megatron.mcore.prompt_checks import PromptOptions, agree, check_c
 from longstraw_megatron.mcore.reductions import forgotten_grads_reduced
 from longstraw_megatron.mcore.sample_engine import ForwardStep, SampleEngine
 from longstraw_megatron.mcore.session import make_link
-from longstraw_megatron.schedule import Description, GroupShape, make_plan
+from longstraw_megatron.mcore.step_plan import plan_step
 from longstraw_megatron.state import StateOptions
 
 logger = logging.getLogger(__name__)
 
 _MODEL_GROUPS = ("tp", "cp", "pp", "ep")
 
-# A model's communicators between its stages; they live as long as its first chunk.
+# A model's communicators between its stages; they live as long as its first chunk. Kept here since pipelines ask for
+# the function anew in every step, and making communicators is a collective of all ranks.
 _links: WeakKeyDictionary[nn.Module, StageLink | None] = WeakKeyDictionary()
 
 
@@ -162,20 +163,22 @@ def _run_groups(
         )
         for group, group_cut in cut_step(prompt_groups, cut, lockstep_group=_lockstep_group(groups, config))
     ]
-    plan = make_plan(
-        Description(
-            groups=tuple(GroupShape(work.num_segments, work.num_microbatches) for work in works),
-            pp_size=groups.pp.size(),
-            vpp_size=len(chunks),
-            exact=exact,
-            forward_only=forward_only,
-            max_live_prefixes=options.max_live_prefixes,
-        )
+    step_plan = plan_step(
+        works,
+        config=config,
+        pp_size=groups.pp.size(),
+        vpp_size=len(chunks),
+        exact=exact,
+        forward_only=forward_only,
+        max_live_prefixes=options.max_live_prefixes,
     )
+    link = _link_of(chunks[0], context)
+    if link is not None:
+        link.max_pending_sends = step_plan.max_pending_sends
     if schedules.check_first_val_step(first_val_step, forward_only, True):
         for chunk in chunks:
             unwrap(chunk).set_is_first_microbatch()
-    engine = SampleEngine(chunks, context, config, monitor=Monitor(device), link=_link_of(chunks[0], context))
+    engine = SampleEngine(chunks, context, config, monitor=Monitor(device), link=link)
     num_branches = sum(group.group_size for group in prompt_groups)
     step = ForwardStep(
         func=forward_step_func,
@@ -185,7 +188,7 @@ def _run_groups(
         padded_length=cut.padded_length,
         collect_non_loss_data=collect_non_loss_data,
     )
-    result = engine.run_samples(plan[groups.pp.rank()], works, step, forward_only=forward_only)
+    result = engine.run_samples(step_plan.plan[groups.pp.rank()], works, step, forward_only=forward_only)
     return [result.data[key] for key in sorted(result.data)], result.num_tokens
 
 

@@ -4,8 +4,9 @@ A global batch is a list of prompt groups. `compute_gradients` leaves the comple
 clips and steps once. Losses are divided by global counts, so gradients are summed and never averaged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from longstraw_megatron.mcore.model import moe_layer_numbers, unwrap
 from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.reductions import finalize_grads
-from longstraw_megatron.schedule import Action, Description, GroupShape, make_plan
+from longstraw_megatron.mcore.step_plan import count_units, plan_step
+from longstraw_megatron.schedule import Action, Op
 from longstraw_megatron.state import StateOptions
 
 Logprobs = dict[tuple[int, int], np.ndarray]  # (group, branch) -> [R] float64
@@ -49,6 +51,14 @@ class LearnerOptions:
     max_live_prefixes: int = 1
 
 
+class Progress(Protocol):
+    """Told what a pass will do, then of each action that is done."""
+
+    def begin(self, label: str, totals: dict[Op, int]) -> None: ...
+
+    def __call__(self, action: Action) -> None: ...
+
+
 class Learner:
     """`chunks` are this rank's model chunks, in DDP to train and bare to score only."""
 
@@ -60,12 +70,13 @@ class Learner:
         *,
         link: StageLink | None = None,
         monitor: Monitor | None = None,
-        progress: Callable[[Action], None] | None = None,
+        progress: Progress | None = None,
     ):
         self.chunks = list(chunks)
         self.context = context
         self.options = options
         self.monitor = monitor or Monitor(context.device)
+        self.progress = progress
         self.traffic = Traffic()  # bytes that context parallelism sent, over the learner's life
         self.engine = Engine(
             chunks,
@@ -138,17 +149,21 @@ class Learner:
             )
             for index, rows in step
         ]
-        plan = make_plan(
-            Description(
-                groups=tuple(GroupShape(len(work.segment_layouts), len(work.branch_layouts)) for work in works),
-                pp_size=pg.pp.size(),
-                vpp_size=len(self.chunks),
-                exact=state.exact,
-                forward_only=forward_only,
-                max_live_prefixes=options.max_live_prefixes,
-            )
+        step_plan = plan_step(
+            works,
+            config=config,
+            pp_size=pg.pp.size(),
+            vpp_size=len(self.chunks),
+            exact=state.exact,
+            forward_only=forward_only,
+            max_live_prefixes=options.max_live_prefixes,
         )
-        return [index for index, _ in step], works, plan[pg.pp.rank()]
+        if self.engine.link is not None:
+            self.engine.link.max_pending_sends = step_plan.max_pending_sends
+        actions = step_plan.plan[pg.pp.rank()]
+        if self.progress is not None:
+            self.progress.begin("scoring" if forward_only else "", count_units(actions))
+        return [index for index, _ in step], works, actions
 
     def _objective(self, groups, indices, old_logprobs: Logprobs, ref_logprobs: Logprobs):
         config = self.options.objective

@@ -11,6 +11,7 @@ from torch import nn
 
 from longstraw_megatron.mcore.architectures import architecture_of, pipeline_layout, text_config
 from longstraw_megatron.mcore.gated_delta_net import SegmentGatedDeltaNet
+from longstraw_megatron.mcore.moe import check_moe
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.quiet import quiet_megatron_build
 from longstraw_megatron.mcore.rotary import swap_rotary
@@ -43,7 +44,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config for a Hugging Face config.json in this run's layout and precision."""
     parallel, dtype, hf = context.parallel, PRECISIONS[options.precision], text_config(hf_config)
-    return architecture_of(hf_config).transformer_config(
+    config = architecture_of(hf_config).transformer_config(
         hf,
         tensor_model_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
@@ -64,6 +65,20 @@ def transformer_config(
         **recompute_settings(options.recompute),
         **overrides,
     )
+    check_moe(config)
+    return config
+
+
+def prepare_chunk(chunk: nn.Module, device: torch.device) -> None:
+    """What a GPTModel with segment layers (`segment_block_spec`) still needs, before DDP: ours, or a pipeline's own.
+
+    Its rotaries become those of segments, its delta rule takes the kernel of `device`, its indexers are frozen.
+    """
+    swap_rotary(chunk)
+    for module in chunk.modules():
+        if isinstance(module, SegmentGatedDeltaNet):
+            module.kernel = default_kernel(device)
+    freeze_indexer(chunk)
 
 
 @quiet_megatron_build()
@@ -91,11 +106,7 @@ def build_model(
             vp_stage=vp_stage if vpp > 1 else None,
             **architecture_of(hf_config).gpt_model_kwargs(text_config(hf_config)),
         )
-        swap_rotary(chunk)
-        for module in chunk.modules():
-            if isinstance(module, SegmentGatedDeltaNet):
-                module.kernel = default_kernel(context.device)
-        freeze_indexer(chunk)
+        prepare_chunk(chunk, context.device)
         if freeze:
             chunk.requires_grad_(False)
         chunks.append(chunk.to(context.device).train())
@@ -130,7 +141,7 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    """The GPTModel inside DDP's wrapper."""
+    """The GPTModel inside DDP's and Float16Module's wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk

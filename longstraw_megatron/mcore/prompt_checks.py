@@ -105,7 +105,7 @@ def check_chunks(chunks: Sequence[nn.Module], config: TransformerConfig, *, forw
         if strange is not None:
             raise RefusedError(
                 f"The model has a {strange}, wanted layers that run segments, for prompt groups; build it with "
-                "segment_block_spec and swap_rotary."
+                "segment_block_spec and prepare_chunk."
             )
         if not forward_only and not isinstance(chunk, DistributedDataParallel):
             raise RefusedError(

@@ -1,7 +1,5 @@
 """From a `Config` and its rollouts to a trainer that is ready to run."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -10,14 +8,13 @@ from longstraw_megatron.comm.pipeline import StageLink, make_channels
 from longstraw_megatron.config import Config
 from longstraw_megatron.mcore.checkpoint_folder import Checkpoint
 from longstraw_megatron.mcore.group_work import CutOptions
-from longstraw_megatron.mcore.learner import Learner, LearnerOptions, Logprobs
+from longstraw_megatron.mcore.learner import Learner, LearnerOptions, Logprobs, Progress
 from longstraw_megatron.mcore.model import PRECISIONS, BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.optimizer import build_optimizer, build_scheduler
 from longstraw_megatron.mcore.parallel import ParallelContext, pipeline_ranks
 from longstraw_megatron.mcore.resume import resume_run, save_run
 from longstraw_megatron.mcore.trainer import Trainer, TrainerOptions
 from longstraw_megatron.mcore.weights import init_random_weights, load_hf_weights
-from longstraw_megatron.schedule import Action
 from longstraw_megatron.state import StateOptions
 
 
@@ -56,7 +53,11 @@ def fill_weights(chunks: list[nn.Module], config: Config, context: ParallelConte
 
 
 def score_reference(
-    config: Config, groups: list[PromptGroup], context: ParallelContext, link: StageLink | None
+    config: Config,
+    groups: list[PromptGroup],
+    context: ParallelContext,
+    link: StageLink | None,
+    progress: Progress | None = None,
 ) -> Logprobs:
     """Logprobs under the reference policy, where the objective needs them and the rollouts lack them.
 
@@ -69,7 +70,7 @@ def score_reference(
     chunks = build_model(config.model.hf_config, options, context, freeze=True)
     fill_weights(chunks, config, context, config.reference.hf_path)
     indices = [index for index, lacks in enumerate(lacking) if lacks]
-    learner = Learner(chunks, context, learner_options(config, context), link=link)
+    learner = Learner(chunks, context, learner_options(config, context), link=link, progress=progress)
     scored = learner.score([groups[index] for index in indices])
     del learner, chunks
     if context.device.type == "cuda":
@@ -86,13 +87,13 @@ def build_trainer(
     groups: list[PromptGroup],
     context: ParallelContext,
     *,
-    progress: Callable[[Action], None] | None = None,
+    progress: Progress | None = None,
     resume_from: Checkpoint | None = None,
     wandb_id: str | None = None,
 ) -> Trainer:
     """Reference scores, model, DDP, optimizer and schedule of a run, where `resume_from` left it."""
     link = make_link(context)
-    ref_logprobs = score_reference(config, groups, context, link)
+    ref_logprobs = score_reference(config, groups, context, link, progress)
     build = BuildOptions(precision=config.precision, recompute=config.recompute)
     chunks = build_model(config.model.hf_config, build, context)
     fill_weights(chunks, config, context, config.model.hf_path)

@@ -2,7 +2,7 @@
 
 from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
 from longstraw_megatron.schedule.check import PlanError, PlanReport, check_plan
-from longstraw_megatron.schedule.description import Costs, Description, GroupShape, equalize
+from longstraw_megatron.schedule.description import Costs, Description, GroupShape, RowCosts
 from longstraw_megatron.schedule.plans import make_plan
 from longstraw_megatron.schedule.simulate import Span, Timeline, simulate
 
@@ -15,10 +15,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanReport",
+    "RowCosts",
     "Span",
     "Timeline",
     "check_plan",
-    "equalize",
     "incoming",
     "make_plan",
     "outgoing",

@@ -4,38 +4,21 @@ Virtual stage v of `pp_size * vpp_size` lives on pipeline rank `v % pp_size`, as
 `v // pp_size`, as in Megatron.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 
 from longstraw_megatron.schedule.actions import Action, Op
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """How much work a prompt group is. Fillers are counted in, and are always the last ones.
-
-    A filler is run on tokens that are not valid, backward included, at zero weight: see `equalize`.
-    """
+    """How much work a prompt group is, what a rank only runs to keep step with others included."""
 
     num_segments: int  # of the prompt without its last token; 0 for a prompt of one token
     num_microbatches: int  # of branches
-    num_filler_segments: int = 0
-    num_filler_microbatches: int = 0
 
     def __post_init__(self):
-        for num, fillers in (
-            (self.num_segments, self.num_filler_segments),
-            (self.num_microbatches, self.num_filler_microbatches),
-        ):
-            if not 0 <= fillers <= num:
-                raise ValueError(f"A group has counts >= 0 and no more fillers than units, got {self}.")
-
-    def is_filler(self, action: Action) -> bool:
-        """Whether a compute action of this group has no valid token."""
-        if action.op in (Op.FORWARD, Op.BACKWARD):
-            return action.unit >= self.num_microbatches - self.num_filler_microbatches
-        return action.unit >= self.num_segments - self.num_filler_segments
+        if self.num_segments < 0 or self.num_microbatches < 0:
+            raise ValueError(f"A group has counts of at least 0, got {self}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,26 +102,15 @@ class Costs:
         return cost if self.stages is None else cost * self.stages[action.stage]
 
 
-def equalize(groups_per_rank: Sequence[Sequence[GroupShape]]) -> list[tuple[GroupShape, ...]]:
-    """Pad every rank's groups so that all ranks run the same list of actions.
+@dataclass(frozen=True)
+class RowCosts:
+    """`per_row` times the rows that an action runs: `segment_rows[group][unit]` and `microbatch_rows[group][unit]`."""
 
-    `groups_per_rank[dp_rank]` are the groups of data-parallel ranks that share an expert group. The i-th groups of
-    all ranks get the largest counts among them, and ranks with fewer groups get groups of fillers alone. The caller
-    orders each rank's groups (by size, say) so that few fillers are needed.
-    """
-    empty = GroupShape(0, 0)
-    padded: list[list[GroupShape]] = [[] for _ in groups_per_rank]
-    for row in zip_longest(*groups_per_rank, fillvalue=empty):
-        segments = max(shape.num_segments for shape in row)
-        microbatches = max(shape.num_microbatches for shape in row)
-        for groups, shape in zip(padded, row, strict=True):
-            groups.append(
-                replace(
-                    shape,
-                    num_segments=segments,
-                    num_microbatches=microbatches,
-                    num_filler_segments=shape.num_filler_segments + segments - shape.num_segments,
-                    num_filler_microbatches=shape.num_filler_microbatches + microbatches - shape.num_microbatches,
-                )
-            )
-    return [tuple(groups) for groups in padded]
+    per_row: Costs
+    segment_rows: tuple[tuple[int, ...], ...]
+    microbatch_rows: tuple[tuple[int, ...], ...]
+
+    def __call__(self, action: Action) -> float:
+        is_branch = action.op in (Op.FORWARD, Op.BACKWARD)
+        rows = (self.microbatch_rows if is_branch else self.segment_rows)[action.group][action.unit]
+        return self.per_row(action) * rows

@@ -22,9 +22,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from stock_models import COMMON, GLM, QWEN, VOCAB
 
-from longstraw_megatron.mcore.gated_delta_net import SegmentGatedDeltaNet
+from longstraw_megatron.mcore.model import prepare_chunk
 from longstraw_megatron.mcore.prompt_batch import PromptMicrobatch, sample_tokens
-from longstraw_megatron.mcore.rotary import swap_rotary
 from longstraw_megatron.mcore.sparse_attention import freeze_indexer
 from longstraw_megatron.mcore.specs import segment_block_spec
 
@@ -203,10 +202,7 @@ class Pipeline:
         _seed_weights(chunk, groups, stage)
         freeze_indexer(chunk)
         if ours:
-            swap_rotary(chunk)
-            for module in chunk.modules():
-                if isinstance(module, SegmentGatedDeltaNet):
-                    module.kernel = "torch"
+            prepare_chunk(chunk, torch.device("cpu"))
         chunk = Float16Module(config, chunk) if config.bf16 else chunk
         ddp_config = DistributedDataParallelConfig(**self.ddp)
         return DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=vp_stage > 0, pg_collection=groups)

@@ -5,7 +5,7 @@ import torch
 from hf_models import build, make, megatron_logits, rewrite, save, tensors_of, tokens
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from longstraw_megatron.mcore.architectures import read_hf_config
+from longstraw_megatron.hf_config import read_hf_config
 from longstraw_megatron.mcore.weights import (
     HfFolder,
     export_grads,

@@ -19,7 +19,7 @@ from hf_models import (
 )
 
 from longstraw_megatron.errors import RefusedError
-from longstraw_megatron.mcore.architectures import read_hf_config
+from longstraw_megatron.hf_config import read_hf_config
 from longstraw_megatron.mcore.weights import (
     HfFolder,
     check_hf_folder,

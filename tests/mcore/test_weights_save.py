@@ -7,7 +7,7 @@ import torch
 from hf_models import KINDS, build, hf_logits, make, make_kind, save, tensors_of, tokens
 from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 
-from longstraw_megatron.mcore.architectures import read_hf_config
+from longstraw_megatron.hf_config import read_hf_config
 from longstraw_megatron.mcore.weights import load_hf_weights, save_hf_weights
 from longstraw_megatron.testing.megatron import single_rank
 

@@ -1,11 +1,10 @@
 """From a Hugging Face config.json to Megatron: one module for each architecture, found by `architecture_of`."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
 from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.hf_config import text_config
 from longstraw_megatron.layout.stages import split_layers, stage_starts
 from longstraw_megatron.mcore.architectures import glm_dsa, qwen_hybrid
 
@@ -35,51 +34,7 @@ def architecture_of(hf_config: dict) -> ModuleType:
     return ARCHITECTURES[_architecture_name(hf_config)]
 
 
-def text_config(hf_config: dict) -> dict:
-    """The text model's keys in one flat dict, with the outer `architectures` and `tie_word_embeddings`.
-
-    Raises:
-        RefusedError: an unknown architecture; a multimodal configuration whose two `tie_word_embeddings` differ.
-    """
-    name = _architecture_name(hf_config)
-    inner = hf_config.get("text_config")
-    if inner is None:
-        return dict(hf_config)
-    outer_tied, inner_tied = (part.get("tie_word_embeddings") for part in (hf_config, inner))
-    if None not in (outer_tied, inner_tied) and outer_tied != inner_tied:
-        raise RefusedError(
-            f"config.json: tie_word_embeddings got {outer_tied} outside and {inner_tied} in text_config, wanted one "
-            "value for both; correct the configuration."
-        )
-    tied = next((tied for tied in (outer_tied, inner_tied) if tied is not None), False)
-    quantization = (
-        {"quantization_config": hf_config["quantization_config"]} if hf_config.get("quantization_config") else {}
-    )
-    return {**inner, **quantization, "architectures": [name], "tie_word_embeddings": tied}
-
-
-def read_hf_config(path: str | Path) -> dict:
-    """`text_config` of DIR/config.json.
-
-    Raises:
-        RefusedError: no such folder or file, no JSON object in it, or an unknown architecture.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise RefusedError(
-            f"model.hf_path got {str(path)!r} without a config.json in it, wanted a Hugging Face checkpoint folder; "
-            "give the folder that has config.json and the safetensors files."
-        )
-    try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RefusedError(f"{file} got {error}, wanted a JSON object; repair the file.") from error
-    if not isinstance(hf_config, dict):
-        raise RefusedError(f"{file} got a JSON {type(hf_config).__name__}, wanted a JSON object; repair the file.")
-    return text_config(hf_config)
-
-
-__all__ = ["ARCHITECTURES", "architecture_of", "glm_dsa", "qwen_hybrid", "read_hf_config", "text_config"]
+__all__ = ["ARCHITECTURES", "architecture_of", "glm_dsa", "qwen_hybrid", "text_config"]
 
 
 def pipeline_layout(hf: dict, *, pp: int, vpp: int, stages: Sequence[int] | None = None) -> list[list[str]] | None:

@@ -9,7 +9,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from longstraw_megatron.errors import RefusedError
-from longstraw_megatron.mcore.architectures import architecture_of, read_hf_config, text_config
+from longstraw_megatron.hf_config import read_hf_config
+from longstraw_megatron.mcore.architectures import architecture_of, text_config
 from longstraw_megatron.mcore.weights.entry import Entry
 from longstraw_megatron.mcore.weights.hf_folder import HfFolder, log_unused, refuse_unfit, unused_tensors
 from longstraw_megatron.mcore.weights.names import Location, NamedWeight, Naming, named_weights, tp_of

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.mcore.model import unwrap
 from longstraw_megatron.mcore.weights.entry import Entry
 from longstraw_megatron.mcore.weights.table import ROUTER_BIAS
 
@@ -33,13 +34,6 @@ class NamedWeight:
     entry: Entry
     local_name: str
     tensor: Tensor
-
-
-def unwrap(chunk: nn.Module) -> GPTModel:
-    """The GPTModel inside DDP's and Float16Module's wrappers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
 
 
 def unsharded_names(name: str, layer_numbers: list[int], first_expert: int) -> Iterator[str]:
