@@ -61,6 +61,7 @@ class StateConfig:
 
     page_length: int  # rows of a page
     grad_dtype: Literal["auto", "fp32", "bf16"]  # of the gradient accumulators; auto: fp32, fp64 for precision=fp64
+    stage_inputs: Literal["device", "host"]  # where a pipeline stage keeps its input of every prompt segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class OptimizerConfig:
     betas: tuple[float, float]
     eps: float
     clip_grad: float  # 0: no clipping
+    grad_reduce_in_fp32: bool  # bf16 weights: main gradients in float32; false: in bf16, half the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ class Config:
     rollouts: RolloutsConfig
     reference: ReferenceConfig
     gradient: Literal["exact", "detached"]
+    trainable: Literal["all"] | tuple[str, ...]  # patterns of Megatron's names in the unsharded model; others freeze
     objective: ObjectiveConfig
     parallel: ParallelConfig
     dist: DistConfig

@@ -90,8 +90,13 @@ def _parse_union(kinds: tuple, value: Any, key: str, root: type) -> Any:
             refusal = error
     if len(kinds) == 1:
         raise refusal
-    wanted = " or ".join(f"{', '.join(get_args(k))}" if get_origin(k) is Literal else "a whole number" for k in kinds)
-    raise _refuse_value(key, value, wanted)
+    raise _refuse_value(key, value, " or ".join(_wanted(kind) for kind in kinds))
+
+
+def _wanted(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    return "a list" if get_origin(kind) is tuple else "a whole number"
 
 
 def parse_dataclass(cls: type, tree: Any, *, prefix: str = "", root: type | None = None) -> Any:

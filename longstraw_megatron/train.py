@@ -51,12 +51,15 @@ def read_groups(config: Config) -> list[PromptGroup]:
 def check(config: Config, world_size: int) -> list[PromptGroup]:
     """All that is judged before torch.distributed and Megatron start; returns the rollouts."""
     from longstraw_megatron.mcore.architectures import architecture_of, pipeline_layout, text_config
+    from longstraw_megatron.mcore.trainable import trainable_names
     from longstraw_megatron.mcore.weights import check_hf_folder, refuse_occupied
 
     check_world_size(config, world_size)
     architecture_of(config.model.hf_config).check(text_config(config.model.hf_config))
     parallel = config.parallel
     pipeline_layout(text_config(config.model.hf_config), pp=parallel.pp, vpp=parallel.vpp, stages=parallel.stages)
+    if config.trainable != "all":
+        trainable_names(config.trainable, config.model.hf_config)
     for folder in {config.model.hf_path, config.reference.hf_path} - {None}:
         check_hf_folder(folder, config.model.hf_config)
     if config.trainer.export_hf is not None:

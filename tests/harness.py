@@ -16,6 +16,7 @@ from longstraw_megatron.mcore.learner import Learner, LearnerOptions
 from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.parallel import init_parallel
 from longstraw_megatron.mcore.session import make_link
+from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.weights import megatron_state_from_hf, named_weights
 from longstraw_megatron.mcore.weights.names import tp_of
 from longstraw_megatron.mcore.weights.table import entries_of
@@ -45,6 +46,9 @@ class Layout:
     changes: dict = field(default_factory=dict)  # of the built TransformerConfig, e.g. the MoE dispatcher
     stages: tuple[int, ...] | None = None
     frozen: tuple[str, ...] = ()  # substrings of parameter names that do not train
+    trainable: tuple[str, ...] = ()  # patterns of those that do; empty: all
+    stage_inputs: str = "device"
+    grad_reduce_in_fp32: bool = True
 
     @property
     def world_size(self) -> int:
@@ -114,12 +118,15 @@ def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = 
         objective=objective or ObjectiveConfig(),
         logprob_block=16,
         max_live_prefixes=layout.max_live_prefixes,
+        stage_inputs=layout.stage_inputs,
     )
+    if layout.trainable:
+        freeze_others(chunks, layout.trainable, hf, context.groups)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if any(part in name for part in layout.frozen):
                 parameter.requires_grad_(False)
-    chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False)
+    chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False, grad_reduce_in_fp32=layout.grad_reduce_in_fp32)
     return Learner(chunks, context, options, link=make_link(context)), context
 
 
@@ -152,7 +159,7 @@ def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, pr
         if not isinstance(weight.tensor, torch.nn.Parameter):
             continue
         if not weight.tensor.requires_grad:
-            if want is not None and not layout.frozen:
+            if want is not None and not (layout.frozen or layout.trainable):
                 missing.append(weight.entry.megatron)
             continue
         if want is None:

@@ -1,8 +1,8 @@
 """The interpreter: runs one rank's list of actions on its model chunks.
 
 What an action does is told here and nowhere else; which actions come in which order is the plan's (schedule/). A
-stage keeps its input of every prompt segment from PREFILL to PROMPT_BACKWARD, and one live graph per microbatch
-between FORWARD and BACKWARD.
+stage keeps its input of every prompt segment from PREFILL to PROMPT_BACKWARD, on the device or in host memory, and one
+live graph per microbatch between FORWARD and BACKWARD.
 """
 
 from collections import Counter
@@ -23,6 +23,7 @@ from longstraw_megatron.mcore.model import unwrap
 from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.segment_pass import SegmentPass
+from longstraw_megatron.ops.host import to_device, to_host
 from longstraw_megatron.schedule.actions import Action, Op
 from longstraw_megatron.segments.segment import Mode
 
@@ -70,6 +71,7 @@ class Engine:
         monitor: Monitor,
         link: StageLink | None = None,
         logprob_block: int | None = None,
+        stage_inputs: str = "device",
         progress: Callable[[Action], None] | None = None,
     ):
         self.chunks: list[GPTModel] = [unwrap(chunk) for chunk in chunks]
@@ -77,6 +79,7 @@ class Engine:
         self.monitor = monitor
         self.link = link
         self.logprob_block = logprob_block
+        self.stage_inputs = stage_inputs
         self.progress = progress
         self.pp_size = context.groups.pp.size()
         self.num_stages = self.pp_size * len(self.chunks)
@@ -130,7 +133,8 @@ class Engine:
         with self._phase("prefill", action, segment), torch.no_grad():
             out = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
         if stage_input is not None and segment.state.exact and self._with_graph:
-            self._kept[action.group, action.unit, action.stage] = stage_input
+            on_host = self.stage_inputs == "host"
+            self._kept[action.group, action.unit, action.stage] = to_host(stage_input) if on_host else stage_input
         self._send_later(action, out)
 
     def _forward(self, action: Action) -> None:
@@ -187,7 +191,7 @@ class Engine:
         stage_input = self._kept.pop((action.group, action.unit, action.stage), None)
         with self._phase("prompt_backward", action, segment):
             if stage_input is not None:
-                stage_input = stage_input.detach().requires_grad_()
+                stage_input = to_device(stage_input, self.context.device).detach().requires_grad_()
             hidden = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
             # The state's gradient enters inside the layers; the last hidden states themselves lead nowhere.
             grad = self._arrived.pop(_key(action), None)

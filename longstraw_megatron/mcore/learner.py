@@ -49,6 +49,7 @@ class LearnerOptions:
     objective: ObjectiveConfig
     logprob_block: int | None = None
     max_live_prefixes: int = 1
+    stage_inputs: str = "device"  # device | host
 
 
 class Progress(Protocol):
@@ -84,6 +85,7 @@ class Learner:
             monitor=self.monitor,
             link=link,
             logprob_block=options.logprob_block,
+            stage_inputs=options.stage_inputs,
             progress=progress,
         )
 
@@ -255,7 +257,7 @@ class Learner:
             name
             for chunk in self.chunks
             for name, parameter in chunk.named_parameters()
-            if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all()
+            if parameter.requires_grad and not torch.linalg.vector_norm(parameter.main_grad, torch.inf).isfinite()
         ]
         flag = torch.tensor(float(bool(bad)), device=self.context.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -115,15 +115,19 @@ def build_model(
 
 @quiet_megatron_build()
 def wrap_ddp(
-    chunks: list[GPTModel], context: ParallelContext, *, use_distributed_optimizer: bool
+    chunks: list[GPTModel],
+    context: ParallelContext,
+    *,
+    use_distributed_optimizer: bool,
+    grad_reduce_in_fp32: bool = True,
 ) -> list[DistributedDataParallel]:
-    """Megatron DDP over the chunks: gradients are summed, in float32, once per step.
+    """Megatron DDP over the chunks: gradients are summed once per step; those of bf16 weights in float32, or in bf16.
 
     Overlap of reductions is off: the last backward of a step (the walk of the first segment) never touches the output
     layer, so DDP's count of ready parameters would not come out (param_and_grad_buffer.py:294).
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=chunks[0].config.params_dtype is torch.bfloat16,
+        grad_reduce_in_fp32=grad_reduce_in_fp32 and chunks[0].config.params_dtype is torch.bfloat16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=use_distributed_optimizer,
     )

@@ -136,6 +136,15 @@ class SegmentMoELayer(MoELayer):
             )
         super().__init__(config, dataclasses.replace(submodules, router=SegmentRouter), *args, **kwargs)
 
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        # The dispatcher keeps tensors of its last call; through their graph they would keep a prompt's state alive.
+        for holder in (self.token_dispatcher, getattr(self.token_dispatcher, "_comm_manager", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(holder, name, None)
+        return out
+
 
 class SegmentTransformerLayer(TransformerLayer):
     """Hands the pass on to an MoE layer, as `padding_mask`."""

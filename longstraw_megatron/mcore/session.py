@@ -13,6 +13,7 @@ from longstraw_megatron.mcore.model import PRECISIONS, BuildOptions, build_model
 from longstraw_megatron.mcore.optimizer import build_optimizer, build_scheduler
 from longstraw_megatron.mcore.parallel import ParallelContext, pipeline_ranks
 from longstraw_megatron.mcore.resume import resume_run, save_run
+from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.trainer import Trainer, TrainerOptions
 from longstraw_megatron.mcore.weights import init_random_weights, load_hf_weights
 from longstraw_megatron.state import StateOptions
@@ -33,6 +34,7 @@ def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
         objective=config.objective,
         logprob_block=config.logprob_block,
         max_live_prefixes=config.schedule.max_live_prefixes,
+        stage_inputs=config.state.stage_inputs,
     )
 
 
@@ -96,9 +98,16 @@ def build_trainer(
     ref_logprobs = score_reference(config, groups, context, link, progress)
     build = BuildOptions(precision=config.precision, recompute=config.recompute)
     chunks = build_model(config.model.hf_config, build, context)
+    if config.trainable != "all":
+        freeze_others(chunks, config.trainable, config.model.hf_config, context.groups)
     fill_weights(chunks, config, context, config.model.hf_path)
     distributed = context.groups.dp_cp.size() > 1
-    chunks = wrap_ddp(chunks, context, use_distributed_optimizer=distributed)
+    chunks = wrap_ddp(
+        chunks,
+        context,
+        use_distributed_optimizer=distributed,
+        grad_reduce_in_fp32=config.optimizer.grad_reduce_in_fp32,
+    )
     optimizer = build_optimizer(
         config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
     )
