@@ -190,11 +190,25 @@ def assign_groups(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     return assigned
 
 
-def split_microbatches(group: PromptGroup, branches_per_microbatch: int) -> list[list[int]]:
-    """Indices of the branches that are replayed together, in order; the last microbatch may be smaller."""
+def split_microbatches(
+    group: PromptGroup, branches_per_microbatch: int, response_block: int | None = None
+) -> list[list[int]]:
+    """Indices of the branches that are replayed together, in order; the last microbatch may be smaller.
+
+    A branch of more than `response_block` tokens goes in blocks, and alone: its microbatch comes in its turn.
+    """
     if branches_per_microbatch < 1:
         raise RefusedError(
             f"branches_per_microbatch is {branches_per_microbatch}, wanted 1 or more; 1 holds the smallest graph."
         )
-    indices = list(range(group.group_size))
-    return [indices[i : i + branches_per_microbatch] for i in range(0, len(indices), branches_per_microbatch)]
+    microbatches: list[list[int]] = []
+    open_one: list[int] = []
+    for index, length in enumerate(group.response_lengths):
+        if response_block is not None and length > response_block:
+            microbatches.append([index])
+            continue
+        if not open_one or len(open_one) == branches_per_microbatch:
+            open_one = []
+            microbatches.append(open_one)
+        open_one.append(index)
+    return microbatches

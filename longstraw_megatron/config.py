@@ -129,6 +129,7 @@ class Config:
     dist: DistConfig
     segment_length: int
     branches_per_microbatch: int
+    response_block: int | None  # tokens of a response whose graph exists at the same time; None: whole responses
     recompute: Literal["none", "full", "selective"]
     groups_per_step: int | Literal["all"]
     logprob_block: int  # response tokens whose logits exist at the same time
@@ -155,6 +156,7 @@ AT_LEAST = {
     0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps", "optimizer.weight_decay")
     + ("optimizer.clip_grad",),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
+    + ("response_block",)
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
     + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size", "bench.repeats")
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),

@@ -39,6 +39,7 @@ class Layout:
     sp: bool | None = None  # None: with tp > 1
     segment_length: int = 64
     branches_per_microbatch: int = 1
+    response_block: int | None = None
     recompute: str = "none"
     style: str = "zigzag"
     page_length: int = 48
@@ -113,7 +114,13 @@ def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = 
     context = init_parallel(layout.parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
     chunks = build_model(hf, BuildOptions(precision, layout.recompute), context, **layout.changes)
     options = LearnerOptions(
-        cut=CutOptions(layout.segment_length, layout.branches_per_microbatch, layout.style, context.row_multiple),
+        cut=CutOptions(
+            segment_length=layout.segment_length,
+            branches_per_microbatch=layout.branches_per_microbatch,
+            response_block=layout.response_block,
+            style=layout.style,
+            row_multiple=context.row_multiple,
+        ),
         state=StateOptions(exact=not detached, page_length=layout.page_length),
         objective=objective or ObjectiveConfig(),
         logprob_block=16,

@@ -35,7 +35,9 @@ from longstraw_megatron.schedule.actions import Action, Op
 PHASES = {
     Op.PREFILL: "prefill",
     Op.FORWARD: "replay",
+    Op.BLOCK_PREFILL: "replay",
     Op.BACKWARD: "branch_backward",
+    Op.BLOCK_BACKWARD: "branch_backward",
     Op.PROMPT_BACKWARD: "prompt_backward",
 }
 # mallopt's (M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD), bytes: where glibc's own rule ends up with large tensors.

@@ -86,6 +86,8 @@ class Engine:
         self._probes = [_probe(chunk) for chunk in self.chunks]
         self._handlers = {
             Op.PREFILL: self._prefill,
+            Op.BLOCK_PREFILL: self._block_prefill,
+            Op.BLOCK_BACKWARD: self._block_backward,
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.PROMPT_BACKWARD: self._prompt_backward,
@@ -103,6 +105,9 @@ class Engine:
         """Run a plan; `with_graph` where its branches have a backward."""
         self._works, self._with_graph = works, with_graph
         self._kept: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
+        self._kept_blocks: dict[tuple[int, int, int], Tensor] = {}  # (group, block, stage) -> stage input
+        self._scored: dict[tuple[int, int], list[Tensor]] = {}  # (group, microbatch) -> logprobs of its earlier blocks
+        self._block_grads: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # ... -> d loss / d logprob of each of them
         self._live: dict[tuple[int, int, int], LiveGraph] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._leaving: dict[Key, Tensor] = {}
@@ -122,7 +127,7 @@ class Engine:
         """Bytes of the prefix states that a run holds at this moment, by item; for who watches its progress."""
         total: Counter[str] = Counter()
         for work in self._works:
-            for state in work.states:
+            for state in (*work.states, *work.paths.values()):
                 total.update(state.nbytes())
         return dict(total)
 
@@ -147,6 +152,8 @@ class Engine:
             live = self._replay(action, work, segment, stage_input)
         if self._with_graph:
             self._live[action.group, action.unit, action.stage] = live
+        else:
+            work.drop_path(action.unit, chunk)
         self._send_later(action, live.output)
 
     def _replay(self, action: Action, work: GroupWork, segment: SegmentPass, stage_input: Tensor | None) -> LiveGraph:
@@ -161,9 +168,12 @@ class Engine:
     def _judge(self, action: Action, work: GroupWork, segment: SegmentPass, logprobs: Tensor) -> Tensor | None:
         """Whole branches' logprobs to the objective; returns its gradient for this rank's rows [T]."""
         layout, branches = segment.layout, work.microbatches[action.unit]
+        earlier = self._scored.pop((action.group, action.unit), [])
         if not branches:
             return torch.zeros_like(logprobs)
         whole = gather_logprobs(logprobs, layout, segment.cp_rank, self.context.groups.cp)
+        if earlier:
+            whole = [torch.cat([*earlier, *whole])]
         grads = []
         for branch, values in zip(branches, whole, strict=True):
             work.logprobs[branch] = values
@@ -173,7 +183,57 @@ class Engine:
                 loss = self._objective(action.group, branch, values)
                 self._result.losses[action.group, branch] = loss
                 grads.append(loss.grad_logprobs.to(logprobs))
-        return scatter_rows(torch.cat(grads), layout, segment.cp_rank) if grads else None
+        if not grads:
+            return None
+        *of_blocks, last = torch.cat(grads).split([*map(len, earlier), layout.num_tokens])
+        self._block_grads[action.group, action.unit] = tuple(of_blocks)
+        return scatter_rows(last, layout, segment.cp_rank)
+
+    def _block_prefill(self, action: Action) -> None:
+        """Score a block of a long response, and append what later blocks need to the branch's own path."""
+        work, chunk = self._works[action.group], self._chunk(action)
+        segment = work.block_pass(action.unit, Mode.PREFILL, chunk)
+        stage_input = self._arrived.pop(_key(action), None)
+        with self._phase("replay", action, segment), torch.no_grad():
+            out = self._block_forward(action, segment, stage_input)
+        if self._is_last(action):
+            whole = gather_logprobs(out, segment.layout, segment.cp_rank, self.context.groups.cp)
+            microbatch, _ = work.shape.block_of(action.unit)
+            self._scored.setdefault((action.group, microbatch), []).extend(whole)
+        if stage_input is not None and self._with_graph:
+            self._kept_blocks[action.group, action.unit, action.stage] = stage_input
+        self._send_later(action, out)
+
+    def _block_forward(self, action: Action, segment: SegmentPass, stage_input: Tensor | None) -> Tensor:
+        """A block through one chunk: hidden states, on the last stage logprobs [T]."""
+        work = self._works[action.group]
+        microbatch, block = work.shape.block_of(action.unit)
+        head = LogprobHead(work.branch_targets(microbatch, block), self.context.groups.tp, self.logprob_block)
+        ids = work.branch_ids(microbatch, block)
+        return self._model_forward(self._chunk(action), segment, ids, stage_input, head)
+
+    def _block_backward(self, action: Action) -> None:
+        """Walk a block back: its logprobs' gradient from the objective, its state's from the blocks behind it."""
+        work, chunk = self._works[action.group], self._chunk(action)
+        microbatch, block = work.shape.block_of(action.unit)
+        segment = work.block_pass(action.unit, Mode.WALK, chunk)
+        stage_input = self._kept_blocks.pop((action.group, action.unit, action.stage), None)
+        with self._phase("branch_backward", action, segment):
+            if stage_input is not None:
+                stage_input = stage_input.detach().requires_grad_()
+            out = self._block_forward(action, segment, stage_input)
+            if self._is_last(action):
+                grads = self._block_grads.get((action.group, microbatch))
+                grad = scatter_rows(grads[block], segment.layout, segment.cp_rank) if grads else torch.zeros_like(out)
+            else:
+                grad = self._arrived.pop(_key(action))
+            out.backward(grad)
+        work.release_block(action.unit, chunk)
+        if block == 0:
+            self._block_grads.pop((action.group, microbatch), None)
+        self._check_finite(action)
+        if stage_input is not None:
+            self._send_later(action, stage_input.grad)
 
     def _backward(self, action: Action) -> None:
         live = self._live.pop((action.group, action.unit, action.stage))
@@ -206,8 +266,11 @@ class Engine:
         probe = self._probes[self._chunk(action)]
         if probe is not None and not torch.isfinite(probe.main_grad).all():
             work = self._works[action.group]
-            is_branch = action.op is Op.BACKWARD
-            branch = work.microbatches[action.unit][0] if is_branch and work.microbatches[action.unit] else None
+            branches: tuple[int, ...] = ()
+            if action.op is not Op.PROMPT_BACKWARD:
+                of_block = action.op is Op.BLOCK_BACKWARD
+                branches = work.microbatches[work.shape.block_of(action.unit)[0] if of_block else action.unit]
+            branch = branches[0] if branches else None
             raise NonFiniteError("a gradient").at(work.group.group_id if work.group else "(filler)", branch)
 
     def _model_forward(
@@ -247,11 +310,13 @@ class Engine:
         """Hidden states between stages: [rows (/ TP under sequence parallelism), 1, D]."""
         work = self._works[action.group]
         layouts = work.segment_layouts if action.of in (Op.PREFILL, Op.PROMPT_BACKWARD) else work.branch_layouts
+        if action.of in (Op.BLOCK_PREFILL, Op.BLOCK_BACKWARD):
+            layouts = [layout for blocks in work.block_layouts for layout in blocks]
         config = self.chunks[0].config
         return layouts[action.unit].rows // self.context.row_multiple, 1, config.hidden_size
 
     def _send_later(self, action: Action, tensor: Tensor) -> None:
-        forward = action.op in (Op.PREFILL, Op.FORWARD)
+        forward = action.op.flow == 1
         if (forward and not self._is_last(action)) or (not forward and action.stage > 0):
             self._leaving[_key(action)] = tensor.detach()
 

@@ -5,7 +5,7 @@ clips and steps once. Losses are divided by global counts, so gradients are summ
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -91,7 +91,7 @@ class Learner:
 
     def score(self, groups: Sequence[PromptGroup]) -> Logprobs:
         """Logprobs of every response token under the current weights, without a graph, on every rank."""
-        detached = StateOptions(exact=False, page_length=self.options.state.page_length)
+        detached = replace(self.options.state, exact=False)
         indices, works, actions = self._prepare(groups, detached, forward_only=True)
         self.engine.run(actions, works)
         return self._share_logprobs(indices, works)

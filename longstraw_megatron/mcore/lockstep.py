@@ -13,10 +13,19 @@ from longstraw_megatron.mcore.group_work import CutOptions, GroupRows, cut_group
 
 
 def merge_rows(rows: Sequence[GroupRows]) -> GroupRows:
-    """Sizes that hold every group of `rows`: the most segments and microbatches, each with the most rows."""
+    """Sizes that hold every group of `rows`: the most segments, microbatches and blocks, each with the most rows.
+
+    Blocks are counted from a microbatch's last one, so that this is a real one wherever any is.
+    """
+
+    def merge_blocks(blocks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        backwards = zip_longest(*(reversed(sizes) for sizes in blocks), fillvalue=0)
+        return tuple(map(max, backwards))[::-1]
+
     return GroupRows(
         tuple(max(sizes) for sizes in zip_longest(*(r.segment_rows for r in rows), fillvalue=0)),
         tuple(max(sizes) for sizes in zip_longest(*(r.microbatch_rows for r in rows), fillvalue=0)),
+        tuple(map(merge_blocks, zip_longest(*(r.block_rows for r in rows), fillvalue=()))),
     )
 
 

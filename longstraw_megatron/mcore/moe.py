@@ -120,7 +120,7 @@ class SegmentRouter(TopKRouter):
         compact = experts.to(torch.uint8 if self.config.num_moe_experts <= 256 else torch.int16)
         if segment.mode is Mode.REPLAY:
             segment.experts[self.layer_number] = compact
-        elif segment.state.exact:
+        elif segment.state.walked:
             segment.state.experts[self.layer_number, segment.index] = compact
 
 

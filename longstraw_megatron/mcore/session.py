@@ -25,6 +25,7 @@ def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
         cut=CutOptions(
             segment_length=config.segment_length,
             branches_per_microbatch=config.branches_per_microbatch,
+            response_block=config.response_block,
             style="zigzag",
             row_multiple=context.row_multiple,
         ),

@@ -12,7 +12,6 @@ from longstraw_megatron.schedule import (
     Action,
     Costs,
     Description,
-    GroupShape,
     Plan,
     PlanReport,
     RowCosts,
@@ -69,7 +68,7 @@ def plan_step(
         PlanError: the plan would deadlock or hold more than its limits.
     """
     description = Description(
-        groups=tuple(GroupShape(len(work.segment_layouts), len(work.branch_layouts)) for work in works),
+        groups=tuple(work.shape for work in works),
         pp_size=pp_size,
         vpp_size=vpp_size,
         exact=exact,
@@ -77,11 +76,17 @@ def plan_step(
         max_live_prefixes=max_live_prefixes,
     )
     recomputed = 1.0 if config.recompute_granularity == "full" else 0.0
-    per_row = Costs(backward=2.0 + recomputed, prompt_backward=3.0 + recomputed, stages=stage_layers(config))
+    walk = 3.0 + recomputed
+    per_row = Costs(
+        backward=2.0 + recomputed, prompt_backward=walk, block_backward=walk, stages=stage_layers(config)
+    )
     costs = RowCosts(
         per_row,
         segment_rows=tuple(tuple(layout.rows for layout in work.segment_layouts) for work in works),
         microbatch_rows=tuple(tuple(layout.rows for layout in work.branch_layouts) for work in works),
+        block_rows=tuple(
+            tuple(layout.rows for layouts in work.block_layouts for layout in layouts) for work in works
+        ),
     )
     return _proven(description, costs)
 

@@ -15,11 +15,14 @@ from matplotlib.figure import Figure
 from longstraw_megatron.schedule import Action, Description, Op, PlanReport, Span, check_plan, make_plan
 
 COLORS = {Op.PREFILL: "#4c78a8", Op.FORWARD: "#72b7b2", Op.BACKWARD: "#f2a541", Op.PROMPT_BACKWARD: "#c44e52"}
+COLORS |= {Op.BLOCK_PREFILL: "#9ecae9", Op.BLOCK_BACKWARD: "#e45756"}
 NAMES = {
     Op.PREFILL: "prefill",
     Op.FORWARD: "branch forward",
     Op.BACKWARD: "branch backward",
     Op.PROMPT_BACKWARD: "prompt backward",
+    Op.BLOCK_PREFILL: "block of a branch",
+    Op.BLOCK_BACKWARD: "block backward",
 }
 
 

@@ -1,8 +1,11 @@
 """What a pipeline stage can do, as data.
 
 A plan is one list of actions per pipeline rank. Compute actions name the prompt group, the unit in it (a prompt
-segment or a microbatch of branches) and the virtual stage; communication actions move the tensor that the compute
-action `of` produced or needs between neighbouring virtual stages.
+segment, a microbatch of branches or a block of one) and the virtual stage; communication actions move the tensor that
+the compute action `of` produced or needs between neighbouring virtual stages.
+
+A long response is a path of blocks behind the prompt. All but its last are BLOCK_PREFILLed before the FORWARD of its
+microbatch, which is the pass of the last block, and BLOCK_BACKWARDed after its BACKWARD, in reverse.
 """
 
 from dataclasses import dataclass
@@ -13,8 +16,10 @@ class Op(Enum):
     """The verbs of a plan; names of the transfers are Megatron's."""
 
     PREFILL = "P"  # prompt segment, no graph, state appended, input kept for the walk
-    FORWARD = "F"  # microbatch of branches, graph kept until its BACKWARD
+    BLOCK_PREFILL = "p"  # block of a long response: scored without a graph, state appended, input kept
+    FORWARD = "F"  # microbatch of branches (the last block of a long one), graph kept until its BACKWARD
     BACKWARD = "B"
+    BLOCK_BACKWARD = "w"  # block of a long response, walked as PROMPT_BACKWARD walks a segment
     PROMPT_BACKWARD = "W"  # prompt segment: recompute with a graph, backward, state gradients injected
     RECV_FORWARD = "rf"
     SEND_FORWARD = "sf"
@@ -23,7 +28,7 @@ class Op(Enum):
 
     @property
     def is_compute(self) -> bool:
-        return self in (Op.PREFILL, Op.FORWARD, Op.BACKWARD, Op.PROMPT_BACKWARD)
+        return self in COMPUTE_OPS
 
     @property
     def is_send(self) -> bool:
@@ -36,7 +41,10 @@ class Op(Enum):
     @property
     def flow(self) -> int:
         """Where a compute action's output goes: +1 to the next virtual stage, -1 to the previous one."""
-        return 1 if self in (Op.PREFILL, Op.FORWARD) else -1
+        return 1 if self in (Op.PREFILL, Op.BLOCK_PREFILL, Op.FORWARD) else -1
+
+
+COMPUTE_OPS = (Op.PREFILL, Op.BLOCK_PREFILL, Op.FORWARD, Op.BACKWARD, Op.BLOCK_BACKWARD, Op.PROMPT_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Action:
 
     op: Op
     group: int  # index of the prompt group in this step's list
-    unit: int  # prompt segment (PREFILL, PROMPT_BACKWARD) or microbatch (FORWARD, BACKWARD)
+    unit: int  # prompt segment, microbatch (FORWARD, BACKWARD), or block counted over the group's microbatches
     stage: int  # virtual stage that acts, 0 .. pp_size * vpp_size - 1
     of: Op | None = None  # transfers only: the compute action, on `stage`, that makes or needs the tensor
 

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
+from longstraw_megatron.schedule.actions import COMPUTE_OPS, Action, Op, Plan, incoming, outgoing
 from longstraw_megatron.schedule.description import Costs, Description
 from longstraw_megatron.schedule.simulate import Run, Timeline, simulate
-
-_COMPUTE_OPS = (Op.PREFILL, Op.FORWARD, Op.BACKWARD, Op.PROMPT_BACKWARD)
 
 
 class PlanError(ValueError):
@@ -31,6 +29,8 @@ class PlanReport:
     bubble_fraction: float  # of all ranks' time, the part that is not busy
     peak_live_graphs: tuple[int, ...]  # branch graphs, each of one virtual stage's layers
     peak_kept_inputs: tuple[int, ...]  # inputs kept for the walk; those of stage 0 are tokens, not activations
+    peak_kept_blocks: tuple[int, ...]  # inputs of blocks of responses, likewise
+    peak_live_branches: tuple[int, ...]  # microbatches begun and not walked back
     peak_held_inputs: tuple[int, ...]  # tensors received and not used yet
     peak_live_prefixes: tuple[int, ...]  # groups begun and not finished, the most on any of the rank's stages
     peak_pending_sends: int  # most in any channel, if sends never block
@@ -42,7 +42,7 @@ def _expected(description: Description, pp_rank: int) -> Iterable[Action]:
     """Everything that a rank has to do, in any order."""
     for stage in description.stages_of(pp_rank):
         for group in range(len(description.groups)):
-            for op in _COMPUTE_OPS:
+            for op in COMPUTE_OPS:
                 for unit in range(description.num_units(op, group)):
                     compute = Action(op, group, unit, stage)
                     transfers = (incoming(compute, description.num_stages), outgoing(compute, description.num_stages))
@@ -73,9 +73,10 @@ class _Replay:
         self.received: set[Action] = set()
         self.used = 0  # receives whose tensor a compute action took
         self.graphs: dict[int, int] = defaultdict(int)  # by stage
-        self.kept = 0
+        self.branches: dict[int, int] = defaultdict(int)  # by stage: microbatches begun and not walked back
+        self.kept = self.kept_blocks = 0
         self.live: dict[int, set[int]] = defaultdict(set)  # groups by stage
-        self.peak = dict.fromkeys(("graphs", "kept", "held", "prefixes"), 0)
+        self.peak = dict.fromkeys(("graphs", "branches", "kept", "kept_blocks", "held", "prefixes"), 0)
 
     def _refuse(self, action: Action, reason: str) -> None:
         raise PlanError(f"Rank {self.pp_rank} does {action} {reason}.")
@@ -86,17 +87,38 @@ class _Replay:
     def _check_turn(self, action: Action) -> None:
         """The order of one group on one stage."""
         op, group, stage = action.op, action.group, action.stage
-        unit = self.done[op, group, stage]
-        if op is Op.PROMPT_BACKWARD:
-            unit = self.description.num_units(op, group) - 1 - unit
+        unit = self.description.unit_at(op, group, self.done[op, group, stage])
         if action.unit != unit:
             self._refuse(action, f"where unit {unit} is next")
-        if op in (Op.FORWARD, Op.PROMPT_BACKWARD) and not self._is_complete(Op.PREFILL, action):
+        if op not in (Op.PREFILL, Op.BACKWARD, Op.BLOCK_BACKWARD) and not self._is_complete(Op.PREFILL, action):
             self._refuse(action, "before the last PREFILL of its group")
-        if op is Op.BACKWARD and unit >= self.done[Op.FORWARD, group, stage]:
+        microbatch, starts = self._microbatch(action), self.description.groups[group].block_starts
+        done = {other: self.done[other, group, stage] for other in COMPUTE_OPS}
+        if op is Op.BLOCK_PREFILL and microbatch != done[Op.FORWARD]:
+            self._refuse(action, "before the FORWARD of the microbatch before its own")
+        if op is Op.FORWARD and done[Op.BLOCK_PREFILL] != starts[microbatch + 1]:
+            self._refuse(action, "before the last BLOCK_PREFILL of its microbatch")
+        if op is Op.BACKWARD and unit >= done[Op.FORWARD]:
             self._refuse(action, "before its FORWARD")
+        if op is Op.BACKWARD and done[Op.BLOCK_BACKWARD] != starts[microbatch]:
+            self._refuse(action, "before the last BLOCK_BACKWARD of the microbatch before its own")
+        if op is Op.BLOCK_BACKWARD and microbatch >= done[Op.BACKWARD]:
+            self._refuse(action, "before the BACKWARD of its microbatch")
         if op is Op.PROMPT_BACKWARD and not self._is_complete(Op.BACKWARD, action):
             self._refuse(action, "before the last BACKWARD of its group")
+        if op is Op.PROMPT_BACKWARD and not self._is_complete(Op.BLOCK_BACKWARD, action):
+            self._refuse(action, "before the last BLOCK_BACKWARD of its group")
+
+    def _microbatch(self, action: Action) -> int:
+        of_block = action.op in (Op.BLOCK_PREFILL, Op.BLOCK_BACKWARD)
+        return self.description.groups[action.group].block_of(action.unit)[0] if of_block else action.unit
+
+    def _is_end(self, action: Action, of_block: Op, of_microbatch: Op) -> bool:
+        """Whether the action is its microbatch's outermost one: that of its first block, or its only one."""
+        starts = self.description.groups[action.group].block_starts
+        if action.op is of_microbatch:
+            return starts[action.unit] == starts[action.unit + 1]
+        return action.op is of_block and action.unit in starts
 
     def _compute(self, action: Action) -> None:
         self._check_turn(action)
@@ -115,24 +137,31 @@ class _Replay:
         self.live[stage].add(action.group)
         if len(self.live[stage]) > description.max_live_prefixes:
             self._refuse(action, f"while {description.max_live_prefixes} groups live on its stage, which is the limit")
-        if op is Op.FORWARD and not description.forward_only:
+        trains = not description.forward_only
+        if trains and self._is_end(action, Op.BLOCK_PREFILL, Op.FORWARD):
+            self.branches[stage] += 1
+            if self.branches[stage] > description.max_live_graphs(stage):
+                self._refuse(action, f"while {self.branches[stage] - 1} branch graphs live, which is the limit")
+        if op is Op.FORWARD and trains:
             self.graphs[stage] += 1
-            if self.graphs[stage] > description.max_live_graphs(stage):
-                self._refuse(action, f"while {self.graphs[stage] - 1} branch graphs live, which is the limit")
+        elif op is Op.BLOCK_PREFILL and trains:
+            self.kept_blocks += 1
         elif op is Op.PREFILL and description.num_units(Op.PROMPT_BACKWARD, action.group):
             self.kept += 1
         now = {
             "graphs": sum(self.graphs.values()),
+            "branches": sum(self.branches.values()),
             "kept": self.kept,
+            "kept_blocks": self.kept_blocks,
             "held": 0,
             "prefixes": len(self.live[stage]),
         }
         self.peak = {name: max(peak, now[name]) for name, peak in self.peak.items()}
-        if op is Op.BACKWARD:
-            self.graphs[stage] -= 1
-        elif op is Op.PROMPT_BACKWARD:
-            self.kept -= 1
-        if all(self._is_complete(other, action) for other in _COMPUTE_OPS):
+        self.graphs[stage] -= op is Op.BACKWARD
+        self.kept -= op is Op.PROMPT_BACKWARD
+        self.kept_blocks -= op is Op.BLOCK_BACKWARD
+        self.branches[stage] -= self._is_end(action, Op.BLOCK_BACKWARD, Op.BACKWARD)
+        if all(self._is_complete(other, action) for other in COMPUTE_OPS):
             self.live[stage].remove(action.group)
 
     def step(self, action: Action) -> None:
@@ -205,6 +234,8 @@ def check_plan(
         bubble_fraction=1 - sum(busy) / (len(plan) * makespan) if makespan else 0.0,
         peak_live_graphs=tuple(replay.peak["graphs"] for replay in replays),
         peak_kept_inputs=tuple(replay.peak["kept"] for replay in replays),
+        peak_kept_blocks=tuple(replay.peak["kept_blocks"] for replay in replays),
+        peak_live_branches=tuple(replay.peak["branches"] for replay in replays),
         peak_held_inputs=tuple(replay.peak["held"] for replay in replays),
         peak_live_prefixes=tuple(replay.peak["prefixes"] for replay in replays),
         peak_pending_sends=run.peak_pending,

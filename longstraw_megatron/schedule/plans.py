@@ -6,10 +6,12 @@ order, so a plan stays legal and free of deadlock whatever its actions really ta
 later stages prefill, the first replays branches up to its limit of live graphs, and where it would wait, it
 prefills the next group.
 
-Order on a stage, per group: PREFILL 0..N-1; FORWARD and BACKWARD 0..M-1, each ascending; then PROMPT_BACKWARD N-1..0.
+Order on a stage, per group: PREFILL 0..N-1; FORWARD and BACKWARD 0..M-1, each ascending, where BLOCK_PREFILLs come
+right before the FORWARD of their microbatch, and BLOCK_BACKWARDs in reverse before the BACKWARD of the next; then
+PROMPT_BACKWARD N-1..0.
 
-Transfers. Every ordered pair of ranks is one channel that keeps its order: PREFILL and FORWARD send an activation to
-the next virtual stage, BACKWARD and PROMPT_BACKWARD a gradient to the previous one, right behind the action. The peer
+Transfers. Every ordered pair of ranks is one channel that keeps its order: PREFILL, BLOCK_PREFILL and FORWARD send an
+activation to the next virtual stage, the others a gradient to the previous one, right behind the action. The peer
 receives in the order of the sends, right before the first action that needs the tensor or one sent after it. The two
 directions between two ranks are two channels: they must not wait for each other (on NCCL: two communicators).
 """
@@ -19,10 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from longstraw_megatron.schedule.actions import Action, Op, Plan, incoming, outgoing
+from longstraw_megatron.schedule.actions import COMPUTE_OPS, Action, Op, Plan, incoming, outgoing
 from longstraw_megatron.schedule.description import Costs, Description
-
-COMPUTE_OPS = (Op.PREFILL, Op.FORWARD, Op.BACKWARD, Op.PROMPT_BACKWARD)
 
 
 class _Progress:
@@ -34,6 +34,7 @@ class _Progress:
         self.units = {op: [description.num_units(op, group) for group in range(num_groups)] for op in COMPUTE_OPS}
         self.begun = {op: [[0] * num_groups for _ in range(num_stages)] for op in COMPUTE_OPS}
         self.total = {op: [0] * num_stages for op in COMPUTE_OPS}  # begun over all groups
+        self.branches = [0] * num_stages  # microbatches begun and not walked back, by stage
         self.ends: dict[Action, float] = {}
         self.left = [[sum(self.units[op][group] for op in COMPUTE_OPS) for group in range(num_groups)]
                      for _ in range(num_stages)]  # fmt: skip
@@ -61,33 +62,61 @@ class _Progress:
             self._skip_empty(stage)
         self.begun[op][stage][group] += 1
         self.total[op][stage] += 1
+        self.branches[stage] += self._opens(action) - self._closes(action)
         self.ends[action] = end
         self.left[stage][group] -= 1
         if not self.left[stage][group]:
             self.live[stage].remove(group)
 
+    def _opens(self, action: Action) -> bool:
+        """Whether the action is the first of its microbatch."""
+        starts = self.description.groups[action.group].block_starts
+        if action.op is Op.FORWARD:
+            return starts[action.unit] == starts[action.unit + 1]
+        return action.op is Op.BLOCK_PREFILL and action.unit in starts
+
+    def _closes(self, action: Action) -> bool:
+        """Whether the action is the last of its microbatch."""
+        starts = self.description.groups[action.group].block_starts
+        if action.op is Op.BACKWARD:
+            return starts[action.unit] == starts[action.unit + 1]
+        return action.op is Op.BLOCK_BACKWARD and action.unit in starts
+
     def _next_of(self, op: Op, group: int, stage: int) -> Action | None:
         """The stage's next action of this kind if its own earlier actions allow it."""
-        unit, num = self.begun[op][stage][group], self.units[op][group]
-        if unit == num:
+        done, num = self.begun[op][stage][group], self.units[op][group]
+        if done == num:
             return None
-        begun, total = self.begun, self.total
-        if op is Op.FORWARD:
-            graphs = total[Op.FORWARD][stage] - total[Op.BACKWARD][stage]
-            limited = not self.description.forward_only and graphs >= self.description.max_live_graphs(stage)
-            if limited or begun[Op.PREFILL][stage][group] < self.units[Op.PREFILL][group]:
-                return None
-            if any(begun[op][stage][older] < self.units[op][older] for older in self.live[stage] if older < group):
-                return None
-        elif op is Op.BACKWARD:
-            if unit == begun[Op.FORWARD][stage][group]:
-                return None
-        elif op is Op.PROMPT_BACKWARD:
-            before = (Op.PREFILL, Op.BACKWARD)
-            if any(begun[earlier][stage][group] < self.units[earlier][group] for earlier in before):
-                return None
-            unit = num - 1 - unit
-        return Action(op, group, unit, stage)
+        action = Action(op, group, self.description.unit_at(op, group, done), stage)
+        return action if self._in_turn(action) else None
+
+    def _in_turn(self, action: Action) -> bool:
+        op, group, stage = action.op, action.group, action.stage
+        begun, units, shape = self.begun, self.units, self.description.groups[group]
+        microbatch = shape.block_of(action.unit)[0] if op in (Op.BLOCK_PREFILL, Op.BLOCK_BACKWARD) else action.unit
+
+        def is_done(earlier: Op, other: int = group) -> bool:
+            return begun[earlier][stage][other] == units[earlier][other]
+
+        if op in (Op.BLOCK_PREFILL, Op.FORWARD):
+            limited = not self.description.forward_only and self._opens(action)
+            if limited and self.branches[stage] >= self.description.max_live_graphs(stage):
+                return False
+            if not is_done(Op.PREFILL) or any(
+                not is_done(Op.FORWARD, older) for older in self.live[stage] if older < group
+            ):
+                return False
+            if op is Op.BLOCK_PREFILL:
+                return begun[Op.FORWARD][stage][group] == microbatch
+            return begun[Op.BLOCK_PREFILL][stage][group] == shape.block_starts[microbatch + 1]
+        if op is Op.BACKWARD:
+            walked = begun[Op.BLOCK_BACKWARD][stage][group] == shape.block_starts[microbatch]
+            return walked and microbatch < begun[Op.FORWARD][stage][group]
+        if op is Op.BLOCK_BACKWARD:
+            return microbatch < begun[Op.BACKWARD][stage][group]
+        if op is Op.PROMPT_BACKWARD:
+            return all(map(is_done, (Op.PREFILL, Op.BACKWARD, Op.BLOCK_BACKWARD)))
+        return True
 
     def _has_input(self, action: Action, now: float) -> bool:
         source = action.stage - action.op.flow
@@ -111,18 +140,22 @@ class _Progress:
                     yield action
 
 
-_AFTER_FORWARD = {Op.BACKWARD: 0, Op.PROMPT_BACKWARD: 1, Op.PREFILL: 2, Op.FORWARD: 3}
-_AFTER_BACKWARD = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.PROMPT_BACKWARD: 2, Op.PREFILL: 3}
+_AFTER_FORWARD = {Op.BACKWARD: 0, Op.BLOCK_BACKWARD: 0, Op.PROMPT_BACKWARD: 1, Op.PREFILL: 2}
+_AFTER_FORWARD |= {Op.FORWARD: 3, Op.BLOCK_PREFILL: 3}
+_AFTER_BACKWARD = {Op.BLOCK_BACKWARD: 0, Op.FORWARD: 1, Op.BLOCK_PREFILL: 1, Op.BACKWARD: 2}
+_AFTER_BACKWARD |= {Op.PROMPT_BACKWARD: 3, Op.PREFILL: 4}
 
 
 def _priority(action: Action, op_order: dict[Op, int], pp_size: int) -> tuple[int, ...]:
     """Least first: the older group; the kind of action; between virtual stages, turns of `pp_size` units.
 
     One forward and one backward alternate, or later stages would starve. Within a turn each flow begins at its
-    own end, but PREFILL and PROMPT_BACKWARD, which keep no graph, finish first what is furthest along.
+    own end, but prefills and walks, which keep no graph, finish first what is furthest along.
     """
-    turn = (-action.unit if action.op is Op.PROMPT_BACKWARD else action.unit) // pp_size
-    stage = action.stage if action.op in (Op.FORWARD, Op.PROMPT_BACKWARD) else -action.stage
+    turn = action.unit // pp_size
+    if action.op in (Op.BLOCK_BACKWARD, Op.PROMPT_BACKWARD):
+        turn = -action.unit // pp_size if action.op is Op.PROMPT_BACKWARD else 0
+    stage = action.stage if action.op in (Op.FORWARD, Op.BLOCK_BACKWARD, Op.PROMPT_BACKWARD) else -action.stage
     return action.group, op_order[action.op], turn, stage
 
 
@@ -205,8 +238,11 @@ def make_plan(description: Description, costs: Callable[[Action], float] | None 
 
     * RECV_*: receive from rank `action.peer_stage % pp_size` and keep the tensor under (of, group, unit, v).
     * PREFILL: run segment `unit` without a graph; keep its input for the walk where the gradient is exact.
+    * BLOCK_PREFILL: run block `unit` of a branch without a graph behind the prompt and its earlier blocks; keep its
+      input where there is a backward.
     * FORWARD: run microbatch `unit` with a graph, from the received activation (stage 0: from the tokens).
     * BACKWARD: enter the graph with the received gradient (last stage: the loss's), then drop it.
+    * BLOCK_BACKWARD: as PROMPT_BACKWARD, on the branch's own path (last stage: the loss's gradient).
     * PROMPT_BACKWARD: run segment `unit` again from its kept input, with a graph, and enter it with the received
       gradient (last stage: zeros); drop the input.
     * SEND_*: send what (of, group, unit, v) made, an output or the gradient of an input, to `peer_stage % pp_size`.

@@ -50,8 +50,8 @@ class AttentionCall:
     def local_prefix(self) -> Iterator[PrefixPart]:
         """This rank's pages of the prefix."""
         for page in self.pages.pages(self.segment.prefix_rows):
-            add_grad = partial(self.pages.add_grad, page) if self.segment.reads_with_grad else None
-            yield PrefixPart(*page.tensors, add_grad)
+            takes_grad = self.segment.reads_with_grad and page.page.takes_grad
+            yield PrefixPart(*page.tensors, partial(self.pages.add_grad, page) if takes_grad else None)
 
     def local_keys(self, k: Tensor, v: Tensor) -> KeyShard:
         return KeyShard(self.local_prefix, k, v, self.segment.runs)
@@ -247,5 +247,6 @@ def gather_keys_backward(
     if prefix_grads is not None:
         home = [reduce_scatter(grad, **call.collective("key_grads")) for grad in prefix_grads]
         for page in call.pages.pages(segment.prefix_rows):
-            call.pages.add_grad(page, *(grad[page.start : page.stop] for grad in home))
+            if page.page.takes_grad:
+                call.pages.add_grad(page, *(grad[page.start : page.stop] for grad in home))
     return dq

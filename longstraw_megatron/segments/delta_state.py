@@ -13,7 +13,7 @@ def boundary_state(segment: Segment, layer_number: int, empty: tuple[Tensor, ...
         return empty
     boundaries = segment.state.boundaries(layer_number)
     states = boundaries.get(segment.index)
-    if segment.reads_with_grad and torch.is_grad_enabled():
+    if segment.reads_with_grad and boundaries.takes_grad(segment.index) and torch.is_grad_enabled():
         return read_state(lambda *grads: boundaries.add_grad(segment.index, *grads), *states)
     return states
 

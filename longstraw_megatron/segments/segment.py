@@ -62,8 +62,9 @@ class Segment:
 
     @property
     def reads_with_grad(self) -> bool:
-        """Whether backward adds to the accumulators of the state that the segment read."""
-        return self.mode is not Mode.PREFILL and self.state.exact
+        """Whether backward adds to accumulators of the state that the segment read, where rows and boundaries take
+        gradients: a detached prompt's do not, a branch's own do."""
+        return self.mode is not Mode.PREFILL and self.state.walked
 
 
 def positions_of(layout: SegmentLayout, cp_rank: int, start: int, device: torch.device | str = "cpu") -> Tensor:

@@ -93,8 +93,8 @@ class SparseCall:
             if page.stop - page.start < segment.prefix_rows:
                 inside = (rows >= page.start) & (rows < page.stop)
                 index = pack_index(torch.where(inside, rows - page.start, -1))
-            add_grad = partial(self.pages.add_grad_at, page) if segment.reads_with_grad else None
-            yield page.tensors[0], index, add_grad
+            takes_grad = segment.reads_with_grad and page.page.takes_grad
+            yield page.tensors[0], index, partial(self.pages.add_grad_at, page) if takes_grad else None
         own = pack_index(maps.own.local_rows(in_segment, segment.cp_rank))
         yield latent[: segment.valid], own, None if grad_latent is None else partial(_add_rows, grad_latent)
 
@@ -219,7 +219,8 @@ def _gather_keys_backward(
     if segment.reads_with_grad and most:
         mine = home(prefix_grads.unflatten(0, (size, most)))
         for page in call.pages.pages(segment.prefix_rows):
-            call.pages.add_grad(page, mine[page.start : page.stop])
+            if page.page.takes_grad:
+                call.pages.add_grad(page, mine[page.start : page.stop])
     return _padded(dq, q.shape[0]), home(own_grads.unflatten(0, (size, -1)))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 class BoundaryStates:
     """(conv_tail [W-1, C], recurrent_state [H, K, V] float32) at each boundary, with gradient accumulators.
 
-    `keep_all=False` (a detached prompt) keeps the last boundary only.
+    `keep_all=False` (a detached prompt) keeps the last boundary only, and no gradient comes to it.
     """
 
     def __init__(self, *, keep_all: bool, parent: "BoundaryStates | None" = None):
@@ -26,6 +26,10 @@ class BoundaryStates:
 
     def get(self, boundary: int) -> tuple[Tensor, ...]:
         return self._owner(boundary)._values[boundary]
+
+    def takes_grad(self, boundary: int) -> bool:
+        """Whether the state at `boundary` is walked back from."""
+        return self._owner(boundary).keep_all
 
     def add_grad(self, boundary: int, *grads: Tensor) -> None:
         """Add to the gradient of the state at `boundary`."""

@@ -14,10 +14,14 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Page:
-    """Rows [start, start + used) of a layer: `tensors[i]` is [capacity, ...], `grads[i]` alike once a gradient came."""
+    """Rows [start, start + used) of a layer: `tensors[i]` is [capacity, ...], `grads[i]` alike once a gradient came.
+
+    `takes_grad`: its rows are walked back from; those of a detached prompt are not, also where a branch reads them.
+    """
 
     start: int
     tensors: tuple[Tensor, ...]
+    takes_grad: bool
     used: int = 0
     grads: tuple[Tensor, ...] | None = None
 
@@ -47,20 +51,30 @@ class PagedRows:
     pages of its own. `grad_dtype=None` means float32, or float64 for float64 rows.
     """
 
-    def __init__(self, *, page_length: int, capacity: int | None = None, grad_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        *,
+        page_length: int,
+        capacity: int | None = None,
+        grad_dtype: torch.dtype | None = None,
+        takes_grad: bool = True,
+    ):
         self.page_length = page_length
+        self.takes_grad = takes_grad
         self.capacity = capacity
         self.grad_dtype = grad_dtype
         self._pages: list[Page] = []
+        self._num_shared = 0
 
     @property
     def num_rows(self) -> int:
         return self._pages[-1].stop if self._pages else 0
 
     def fork(self) -> "PagedRows":
-        """A table that shares this one's pages; what it appends is its own."""
+        """A table that shares this one's pages; what it appends is its own, and takes gradients."""
         child = PagedRows(page_length=self.page_length, grad_dtype=self.grad_dtype)
         child._pages = list(self._pages)
+        child._num_shared = len(self._pages)
         return child
 
     def append(self, *rows: Tensor) -> None:
@@ -72,7 +86,7 @@ class PagedRows:
                 start = self.num_rows
                 left = num_new - done if self.capacity is None else max(self.capacity - start, num_new - done)
                 length = min(self.page_length, left)
-                page = Page(start, tuple(row.new_empty(length, *row.shape[1:]) for row in rows))
+                page = Page(start, tuple(row.new_empty(length, *row.shape[1:]) for row in rows), self.takes_grad)
                 self._pages.append(page)
             count = min(page.capacity - page.used, num_new - done)
             for tensor, row in zip(page.tensors, rows, strict=True):
@@ -126,10 +140,11 @@ class PagedRows:
                 grad[page.used :].zero_()  # rows appended here later start without a gradient
 
     def value_bytes(self) -> int:
-        return sum(tensor.nbytes for page in self._pages for tensor in page.tensors)
+        """Bytes of this table's own pages."""
+        return sum(tensor.nbytes for page in self._pages[self._num_shared :] for tensor in page.tensors)
 
     def grad_bytes(self) -> int:
-        return sum(grad.nbytes for page in self._pages if page.grads is not None for grad in page.grads)
+        return sum(grad.nbytes for page in self._pages[self._num_shared :] for grad in page.grads or ())
 
     def make_grads(self) -> None:
         """Make the accumulators of all pages, which otherwise come with the first gradient of each."""

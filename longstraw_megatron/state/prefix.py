@@ -48,6 +48,11 @@ class PrefixState:
     def exact(self) -> bool:
         return self.options.exact
 
+    @property
+    def walked(self) -> bool:
+        """Whether segments that append to this state are walked back: those of an exact prompt, and of a branch."""
+        return self.options.exact or self.parent is not None
+
     def fork(self) -> "PrefixState":
         """A state behind this one, for the segments of one branch: reads both, appends to itself."""
         return PrefixState(self.options, parent=self)
@@ -60,15 +65,17 @@ class PrefixState:
             else:
                 page_length = (kind in GATHERED_KINDS and self.num_rows) or self.options.page_length
                 self._rows[key] = PagedRows(
-                    page_length=page_length, capacity=self.num_rows, grad_dtype=self.options.grad_dtype
+                    page_length=page_length,
+                    capacity=self.num_rows,
+                    grad_dtype=self.options.grad_dtype,
+                    takes_grad=self.walked,
                 )
         return self._rows[key]
 
     def boundaries(self, layer_number: int) -> BoundaryStates:
         if layer_number not in self._boundaries:
             parent = self.parent.boundaries(layer_number) if self.parent is not None else None
-            keep_all = self.options.exact or parent is not None
-            self._boundaries[layer_number] = BoundaryStates(keep_all=keep_all, parent=parent)
+            self._boundaries[layer_number] = BoundaryStates(keep_all=self.walked, parent=parent)
         return self._boundaries[layer_number]
 
     def tables(self) -> Iterator[tuple[str, int, PagedRows]]:

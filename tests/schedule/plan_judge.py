@@ -8,6 +8,8 @@ from collections import defaultdict, deque
 
 from longstraw_megatron.schedule import Description, Op, Plan
 
+FORWARD_FLOWS = (Op.PREFILL, Op.BLOCK_PREFILL, Op.FORWARD)
+
 
 class Illegal(Exception):
     pass
@@ -21,6 +23,8 @@ class _Stage:
         self.last = description.pp_size * description.vpp_size - 1
         self.did = {op: defaultdict(list) for op in Op if op.is_compute}
         self.inputs, self.outputs = {}, {}
+        self.links = [self.chains(group) for group in range(len(description.groups))]
+        self.along = {True: defaultdict(int), False: defaultdict(int)}  # links done of the chains there and back
 
     def demand(self, true: bool) -> None:
         if not true:
@@ -28,9 +32,36 @@ class _Stage:
 
     def take(self, op: Op, group: int, unit: int) -> None:
         """The input of an action, which must have been received unless the stage is where that flow begins."""
-        begins = self.stage == (0 if op in (Op.PREFILL, Op.FORWARD) else self.last)
+        begins = self.stage == (0 if op in FORWARD_FLOWS else self.last)
         if not begins:
             self.demand(self.inputs.pop((op, group, unit), None) == f"{op.name} {group} {unit}")
+
+    def chains(self, group: int) -> tuple[list, list]:
+        """What the group's microbatches do, in order: (block prefills and forwards, backwards and block walks)."""
+        shape, there, back = self.description.groups[group], [], []
+        unit = 0
+        for microbatch in range(shape.num_microbatches):
+            blocks = list(range(unit, unit + (shape.blocks[microbatch] if shape.blocks else 0)))
+            unit += len(blocks)
+            there += [(Op.BLOCK_PREFILL, u, microbatch) for u in blocks] + [(Op.FORWARD, microbatch, microbatch)]
+            back += [(Op.BACKWARD, microbatch, microbatch)]
+            back += [(Op.BLOCK_BACKWARD, u, microbatch) for u in reversed(blocks)]
+        return there, back
+
+    def follow(self, there: bool, op: Op, group: int, unit: int) -> None:
+        """The action is the next link of its chain."""
+        chain, done = self.links[group][not there], self.along[there][group]
+        self.demand(done < len(chain) and chain[done][:2] == (op, unit))
+        self.along[there][group] += 1
+
+    def live_branches(self) -> int:
+        """Microbatches of which something is done and something left."""
+        live = 0
+        for group, (there, back) in enumerate(self.links):
+            done, walked = self.along[True][group], self.along[False][group]
+            if done and walked < len(back):
+                live += max(0, there[done - 1][2] - back[walked][2] + 1)
+        return live
 
     def compute(self, op: Op, group: int, unit: int) -> None:
         shape, did = self.description.groups[group], self.did
@@ -39,45 +70,46 @@ class _Stage:
         self.demand(unit not in did[op][group])
         if op is Op.PREFILL:
             self.demand(unit == len(did[op][group]) < shape.num_segments)
-        elif op is Op.FORWARD:
+        elif op in (Op.FORWARD, Op.BLOCK_PREFILL):
             self.demand(len(did[Op.PREFILL][group]) == shape.num_segments)
-            self.demand(unit == len(did[op][group]) < shape.num_microbatches)
-        elif op is Op.BACKWARD:
-            self.demand(trains and unit == len(did[op][group]) and unit in did[Op.FORWARD][group])
+            self.follow(True, op, group, unit)
+        elif op in (Op.BACKWARD, Op.BLOCK_BACKWARD):
+            self.demand(trains and (op is not Op.BACKWARD or unit in did[Op.FORWARD][group]))
+            self.follow(False, op, group, unit)
         else:
-            self.demand(walks and len(did[Op.BACKWARD][group]) == shape.num_microbatches)
+            self.demand(walks and self.along[False][group] == len(self.links[group][1]))
             self.demand(unit in did[Op.PREFILL][group] and unit == shape.num_segments - 1 - len(did[op][group]))
         self.take(op, group, unit)
         did[op][group].append(unit)
         self.outputs[op, group, unit] = f"{op.name} {group} {unit}"
-        graphs = sum(len(did[Op.FORWARD][g]) - len(did[Op.BACKWARD][g]) for g in range(len(self.description.groups)))
-        self.demand(not trains or graphs <= self.description.max_live_graphs(self.stage))
-        ops = [Op.PREFILL, Op.FORWARD, *[Op.BACKWARD] * trains, *[Op.PROMPT_BACKWARD] * walks]
+        ended = op in (Op.BACKWARD, Op.BLOCK_BACKWARD)  # what this very action finished was alive until now
+        self.demand(not trains or ended or self.live_branches() <= self.description.max_live_graphs(self.stage))
+        ops = [Op.PREFILL, Op.BLOCK_PREFILL, Op.FORWARD, *[Op.BACKWARD, Op.BLOCK_BACKWARD] * trains]
+        ops += [Op.PROMPT_BACKWARD] * walks
         live = 0
         for g, other in enumerate(self.description.groups):
-            wanted = sum(
-                other.num_segments if o in (Op.PREFILL, Op.PROMPT_BACKWARD) else other.num_microbatches for o in ops
-            )
+            wanted = sum(self.wanted(o, other) for o in ops)
             done = sum(len(did[o][g]) for o in ops)
             # a group that this very action finished was alive until now
             live += 0 < done < wanted or (g == group and done == wanted)
         self.demand(live <= self.description.max_live_prefixes)
 
+    def wanted(self, op: Op, shape) -> int:
+        if op in (Op.PREFILL, Op.PROMPT_BACKWARD):
+            return shape.num_segments
+        return shape.num_microbatches if op in (Op.FORWARD, Op.BACKWARD) else sum(shape.blocks)
+
     def is_done(self) -> bool:
         """Everything was done, sent and used."""
         walks = self.description.exact and not self.description.forward_only
         for group, shape in enumerate(self.description.groups):
-            wanted = {
-                Op.PREFILL: shape.num_segments,
-                Op.FORWARD: shape.num_microbatches,
-                Op.BACKWARD: 0 if self.description.forward_only else shape.num_microbatches,
-                Op.PROMPT_BACKWARD: shape.num_segments if walks else 0,
-            }
+            trains = not self.description.forward_only
+            there = {op: self.wanted(op, shape) for op in FORWARD_FLOWS}
+            back = {op: trains * self.wanted(op, shape) for op in (Op.BACKWARD, Op.BLOCK_BACKWARD)}
+            wanted = there | back | {Op.PROMPT_BACKWARD: walks * self.wanted(Op.PROMPT_BACKWARD, shape)}
             if any(len(self.did[op][group]) != num for op, num in wanted.items()):
                 return False
-        leftover = [
-            key for key in self.outputs if self.stage != (self.last if key[0] in (Op.PREFILL, Op.FORWARD) else 0)
-        ]
+        leftover = [key for key in self.outputs if self.stage != (self.last if key[0] in FORWARD_FLOWS else 0)]
         return not leftover and not self.inputs
 
 

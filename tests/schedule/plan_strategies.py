@@ -4,7 +4,15 @@ from hypothesis import strategies as st
 
 from longstraw_megatron.schedule import Costs, Description, GroupShape
 
-SHAPES = st.builds(GroupShape, st.integers(0, 9), st.integers(0, 9))
+
+def shapes(most: int, most_blocks: int):
+    """Groups of up to `most` segments and microbatches, half of them with blocks."""
+    blocks = st.lists(st.integers(0, most_blocks), max_size=most).map(tuple)
+    with_blocks = st.builds(lambda n, b: GroupShape(n, len(b), blocks=b), st.integers(0, most), blocks)
+    return st.one_of(st.builds(GroupShape, st.integers(0, most), st.integers(0, most)), with_blocks)
+
+
+SHAPES = shapes(9, 2)
 DESCRIPTIONS = st.builds(
     Description,
     groups=st.lists(SHAPES, max_size=4).map(tuple),
@@ -17,7 +25,7 @@ DESCRIPTIONS = st.builds(
 )
 SMALL_DESCRIPTIONS = st.builds(
     Description,
-    groups=st.lists(st.builds(GroupShape, st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=2).map(tuple),
+    groups=st.lists(shapes(3, 2), min_size=1, max_size=2).map(tuple),
     pp_size=st.integers(1, 4),
     vpp_size=st.integers(1, 2),
     exact=st.booleans(),
@@ -25,4 +33,12 @@ SMALL_DESCRIPTIONS = st.builds(
     max_live_prefixes=st.integers(1, 2),
 )
 _COST = st.sampled_from([0.0, 0.25, 1.0, 1.0, 2.0, 7.0])
-COSTS = st.builds(Costs, prefill=_COST, forward=_COST, backward=_COST, prompt_backward=_COST)
+COSTS = st.builds(
+    Costs,
+    prefill=_COST,
+    forward=_COST,
+    backward=_COST,
+    prompt_backward=_COST,
+    block_prefill=_COST,
+    block_backward=_COST,
+)

@@ -3,6 +3,7 @@
 import pytest
 
 from longstraw_megatron.schedule import Action, Costs, Description, GroupShape, Op, RowCosts
+from longstraw_megatron.schedule.actions import COMPUTE_OPS
 
 
 def test_virtual_stages_lie_as_in_megatron():
@@ -37,8 +38,25 @@ def test_impossible_counts_are_refused(counts):
         GroupShape(*counts)
 
 
+def test_blocks_are_counted_over_the_group_and_walked_in_reverse():
+    shape = GroupShape(1, 4, blocks=(2, 0, 3, 0))
+    assert [shape.block_of(unit) for unit in range(5)] == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
+    assert shape.walk_order == (1, 0, 4, 3, 2)
+    description = Description(groups=(shape, GroupShape(1, 4)))
+    assert [description.num_units(op, 0) for op in COMPUTE_OPS] == [1, 5, 4, 4, 5, 1]
+    assert [description.num_units(op, 1) for op in COMPUTE_OPS] == [1, 0, 4, 4, 0, 1]
+    with pytest.raises(ValueError, match="for each microbatch, or for none"):
+        GroupShape(1, 4, blocks=(1,))
+    with pytest.raises(ValueError, match="counts of at least 0"):
+        GroupShape(1, 1, blocks=(-1,))
+
+
 def test_actions_cost_their_rows():
-    costs = RowCosts(Costs(stages=(1.0, 4.0)), segment_rows=((8, 3), ()), microbatch_rows=((5,), (7, 2)))
+    costs = RowCosts(
+        Costs(stages=(1.0, 4.0)), segment_rows=((8, 3), ()), microbatch_rows=((5,), (7, 2)), block_rows=((), (6, 9))
+    )
+    assert costs(Action(Op.BLOCK_PREFILL, 1, 1, 0)) == 9
+    assert costs(Action(Op.BLOCK_BACKWARD, 1, 0, 1)) == 6 * 3 * 4
     assert costs(Action(Op.PREFILL, 0, 1, 0)) == 3
     assert costs(Action(Op.PROMPT_BACKWARD, 0, 0, 1)) == 8 * 3 * 4
     assert costs(Action(Op.FORWARD, 1, 0, 0)) == 7
