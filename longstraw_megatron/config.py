@@ -59,6 +59,7 @@ class DistConfig:
 class StateConfig:
     """The prefix state of a prompt."""
 
+    location: Literal["device", "host"]  # where it rests between uses; host: pinned memory, staged with prefetch
     page_length: int  # rows of a page
     grad_dtype: Literal["auto", "fp32", "bf16"]  # of the gradient accumulators; auto: fp32, fp64 for precision=fp64
     stage_inputs: Literal["device", "host"]  # where a pipeline stage keeps its input of every prompt segment

@@ -20,7 +20,7 @@ from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.weights import megatron_state_from_hf, named_weights
 from longstraw_megatron.mcore.weights.names import tp_of
 from longstraw_megatron.mcore.weights.table import entries_of
-from longstraw_megatron.state import StateOptions
+from longstraw_megatron.state import OnDevice, StateOptions
 from longstraw_megatron.testing import run_ranks
 
 OVERALL, PER_TENSOR, PER_TENSOR_ABS, LOGPROB = 1e-5, 1e-4, 1e-6, 1e-5  # DESIGN section 8
@@ -43,6 +43,9 @@ class Layout:
     recompute: str = "none"
     style: str = "zigzag"
     page_length: int = 48
+    grad_dtype: torch.dtype | None = None
+    grad_rounding: str = "nearest"
+    residence: object = field(default_factory=OnDevice)  # where prefix state rests
     max_live_prefixes: int = 1
     changes: dict = field(default_factory=dict)  # of the built TransformerConfig, e.g. the MoE dispatcher
     stages: tuple[int, ...] | None = None
@@ -121,7 +124,13 @@ def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = 
             style=layout.style,
             row_multiple=context.row_multiple,
         ),
-        state=StateOptions(exact=not detached, page_length=layout.page_length),
+        state=StateOptions(
+            exact=not detached,
+            page_length=layout.page_length,
+            grad_dtype=layout.grad_dtype,
+            grad_rounding=layout.grad_rounding,
+            residence=layout.residence,
+        ),
         objective=objective or ObjectiveConfig(),
         logprob_block=16,
         max_live_prefixes=layout.max_live_prefixes,
@@ -177,6 +186,28 @@ def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, pr
         errors[weight.entry.megatron] = (float((got - want).square().sum()), float(want.square().sum()))
     extra = {"state_bytes": None}
     return RankResult(errors, logprobs, stats, missing, extra)
+
+
+def _run_grads(rank, world_size, layout, hf, weights, groups, detached) -> dict[str, torch.Tensor]:
+    learner, context = build_learner(layout, hf, detached=detached)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    learner.compute_gradients(prompt_groups(groups))
+    return {
+        f"{i}.{name}": parameter.main_grad.clone()
+        for i, chunk in enumerate(learner.chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def gradients_of(
+    layout: Layout, hf_model, groups: list[dict], *, detached: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """`main_grad` of every parameter on every rank, for runs that are to be compared with each other."""
+    hf = hf_model.config.to_dict() | {"architectures": [type(hf_model).__name__]}
+    return run_ranks(
+        layout.world_size, _run_grads, layout, hf, dict(hf_model.state_dict()), groups, detached, timeout=400
+    )
 
 
 def run_layout(

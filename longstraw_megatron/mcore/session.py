@@ -16,7 +16,8 @@ from longstraw_megatron.mcore.resume import resume_run, save_run
 from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.trainer import Trainer, TrainerOptions
 from longstraw_megatron.mcore.weights import init_random_weights, load_hf_weights
-from longstraw_megatron.state import StateOptions
+from longstraw_megatron.ops.staging import HostStaging
+from longstraw_megatron.state import OnDevice, StateOptions
 
 
 def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
@@ -30,7 +31,10 @@ def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
             row_multiple=context.row_multiple,
         ),
         state=StateOptions(
-            exact=config.gradient == "exact", page_length=config.state.page_length, grad_dtype=grad_dtype
+            exact=config.gradient == "exact",
+            page_length=config.state.page_length,
+            grad_dtype=grad_dtype,
+            residence=HostStaging(context.device) if config.state.location == "host" else OnDevice(),
         ),
         objective=config.objective,
         logprob_block=config.logprob_block,

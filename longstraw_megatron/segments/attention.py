@@ -43,7 +43,7 @@ def segment_attention_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCa
     segment = call.segment
     if segment.layout.num_tokens == 0:
         return torch.zeros_like(q), q.new_empty(0, q.shape[1], dtype=sum_dtype(q.dtype))
-    keys = call.local_keys(k, v)
+    keys = call.local_keys(k, v, backward=False)
     if segment.layout.cp_size == 1:
         out, lse = attend_forward(q[: segment.valid], segment.runs, keys, call.softmax_scale)
     else:
@@ -59,7 +59,7 @@ def segment_attention_backward(
     segment = call.segment
     if segment.layout.num_tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    keys, valid = call.local_keys(k, v), segment.valid
+    keys, valid = call.local_keys(k, v, backward=True), segment.valid
     if segment.layout.cp_size == 1:
         shard = (x[:valid] for x in (dout, q, out, lse))
         dq = attend_backward(*shard, segment.runs, keys, call.softmax_scale)

@@ -47,14 +47,14 @@ class AttentionCall:
     def pages(self) -> PagedRows:
         return self.segment.state.rows("kv", self.layer_number)
 
-    def local_prefix(self) -> Iterator[PrefixPart]:
-        """This rank's pages of the prefix."""
-        for page in self.pages.pages(self.segment.prefix_rows):
+    def local_prefix(self, with_grads: bool) -> Iterator[PrefixPart]:
+        """This rank's pages of the prefix; `with_grads` in backward."""
+        for page in self.pages.pages(self.segment.prefix_rows, with_grads=with_grads):
             takes_grad = self.segment.reads_with_grad and page.page.takes_grad
             yield PrefixPart(*page.tensors, partial(self.pages.add_grad, page) if takes_grad else None)
 
-    def local_keys(self, k: Tensor, v: Tensor) -> KeyShard:
-        return KeyShard(self.local_prefix, k, v, self.segment.runs)
+    def local_keys(self, k: Tensor, v: Tensor, *, backward: bool) -> KeyShard:
+        return KeyShard(partial(self.local_prefix, backward and self.segment.reads_with_grad), k, v, self.segment.runs)
 
     def collective(self, purpose: str) -> dict:
         return {"process_group": self.cp_group, "purpose": purpose, "traffic": self.segment.traffic}
@@ -246,7 +246,7 @@ def gather_keys_backward(
         own.add(slice(0, valid), home[:valid])
     if prefix_grads is not None:
         home = [reduce_scatter(grad, **call.collective("key_grads")) for grad in prefix_grads]
-        for page in call.pages.pages(segment.prefix_rows):
+        for page in call.pages.pages(segment.prefix_rows, values=False, with_grads=True):
             if page.page.takes_grad:
                 call.pages.add_grad(page, *(grad[page.start : page.stop] for grad in home))
     return dq

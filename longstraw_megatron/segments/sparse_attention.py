@@ -49,6 +49,13 @@ def pack_index(index: Tensor) -> Tensor:
     return torch.full_like(index[:, : width + 1], -1).scatter_(1, slots, index)[:, :width]
 
 
+def pick_rows(index: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows that index [n, w] names, int64 [m] ascending, and the index into them, -1 where it was -1."""
+    named = index >= 0
+    picked = torch.unique(index[named])
+    return picked.long(), torch.where(named, torch.searchsorted(picked, index, out_int32=True), -1)
+
+
 def _split_positions(positions: Tensor, segment: Segment, source: int) -> tuple[Tensor, Tensor]:
     """Selected positions [valid, k] of rank `source`'s queries as tokens of the prefix and of the segment, -1 else.
 
@@ -88,11 +95,23 @@ class SparseCall:
         segment, maps = self.segment, token_maps(self.segment)
         in_prefix, in_segment = _split_positions(positions, segment, source)
         rows = pack_index(maps.prefix.local_rows(in_prefix, segment.cp_rank))
-        for page in self.pages.pages(segment.prefix_rows):
-            index = rows
-            if page.stop - page.start < segment.prefix_rows:
-                inside = (rows >= page.start) & (rows < page.stop)
-                index = pack_index(torch.where(inside, rows - page.start, -1))
+        indices: dict[int, Tensor] = {}  # by page
+
+        def index_in(start: int, stop: int) -> Tensor:
+            if stop - start == segment.prefix_rows:
+                return rows
+            return pack_index(torch.where((rows >= start) & (rows < stop), rows - start, -1))
+
+        def select(start: int, stop: int) -> Tensor | None:
+            indices[start] = index_in(start, stop)
+            if 2 * indices[start].numel() > stop - start:
+                return None
+            picked, indices[start] = pick_rows(indices[start])
+            return picked
+
+        with_grads = grad_latent is not None and segment.reads_with_grad
+        for page in self.pages.pages(segment.prefix_rows, with_grads=with_grads, select=select):
+            index = indices.pop(page.start) if page.start in indices else index_in(page.start, page.stop)
             takes_grad = segment.reads_with_grad and page.page.takes_grad
             yield page.tensors[0], index, partial(self.pages.add_grad_at, page) if takes_grad else None
         own = pack_index(maps.own.local_rows(in_segment, segment.cp_rank))
@@ -218,7 +237,7 @@ def _gather_keys_backward(
     prefix_grads, own_grads = grads.split([size * most, size * latent.shape[0]])
     if segment.reads_with_grad and most:
         mine = home(prefix_grads.unflatten(0, (size, most)))
-        for page in call.pages.pages(segment.prefix_rows):
+        for page in call.pages.pages(segment.prefix_rows, values=False, with_grads=True):
             if page.page.takes_grad:
                 call.pages.add_grad(page, mine[page.start : page.stop])
     return _padded(dq, q.shape[0]), home(own_grads.unflatten(0, (size, -1)))

@@ -3,5 +3,15 @@
 from longstraw_megatron.state.boundaries import BoundaryStates
 from longstraw_megatron.state.pages import Page, PagedRows, PageView
 from longstraw_megatron.state.prefix import PrefixState, StateOptions
+from longstraw_megatron.state.residence import OnDevice, Residence
 
-__all__ = ["BoundaryStates", "Page", "PageView", "PagedRows", "PrefixState", "StateOptions"]
+__all__ = [
+    "BoundaryStates",
+    "OnDevice",
+    "Page",
+    "PageView",
+    "PagedRows",
+    "PrefixState",
+    "Residence",
+    "StateOptions",
+]

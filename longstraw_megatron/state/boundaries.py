@@ -6,15 +6,19 @@ Boundary 0 is the start of the prompt, where the state is zero and nothing is st
 import torch
 from torch import Tensor
 
+from longstraw_megatron.state.residence import OnDevice, Residence
+
 
 class BoundaryStates:
     """(conv_tail [W-1, C], recurrent_state [H, K, V] float32) at each boundary, with gradient accumulators.
 
-    `keep_all=False` (a detached prompt) keeps the last boundary only, and no gradient comes to it.
+    `keep_all=False` (a detached prompt) keeps the last boundary only, and no gradient comes to it. Accumulators, which
+    only the boundary has that the walk stands on, stay on the device wherever the values rest.
     """
 
-    def __init__(self, *, keep_all: bool, parent: "BoundaryStates | None" = None):
+    def __init__(self, *, keep_all: bool, parent: "BoundaryStates | None" = None, residence: Residence | None = None):
         self.keep_all = keep_all
+        self.residence = residence or OnDevice()
         self.parent = parent
         self._values: dict[int, tuple[Tensor, ...]] = {}
         self._grads: dict[int, tuple[Tensor, ...]] = {}
@@ -22,10 +26,15 @@ class BoundaryStates:
     def put(self, boundary: int, *values: Tensor) -> None:
         if not self.keep_all:
             self._values.clear()
-        self._values[boundary] = tuple(value.detach() for value in values)
+        resting = tuple(value.detach() for value in values)
+        if self.residence.stages:
+            resting = tuple(self.residence.empty(value, tuple(value.shape)) for value in values)
+            for target, value in zip(resting, values, strict=True):
+                self.residence.store(target, value.detach())
+        self._values[boundary] = resting
 
     def get(self, boundary: int) -> tuple[Tensor, ...]:
-        return self._owner(boundary)._values[boundary]
+        return self.residence.fetch(*self._owner(boundary)._values[boundary])()
 
     def takes_grad(self, boundary: int) -> bool:
         """Whether the state at `boundary` is walked back from."""
@@ -35,7 +44,10 @@ class BoundaryStates:
         """Add to the gradient of the state at `boundary`."""
         owner = self._owner(boundary)
         if boundary not in owner._grads:
-            owner._grads[boundary] = tuple(torch.zeros_like(value) for value in owner._values[boundary])
+            values = owner._values[boundary]
+            owner._grads[boundary] = tuple(
+                torch.zeros_like(value, device=grad.device) for value, grad in zip(values, grads, strict=True)
+            )
         for accumulator, grad in zip(owner._grads[boundary], grads, strict=True):
             accumulator += grad
 

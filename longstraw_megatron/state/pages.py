@@ -3,13 +3,23 @@
 Attention walks the pages and merges; gradients are added page by page where the rows live. A fork (a branch that is
 replayed in blocks) shares the pages of its parent and appends pages of its own, so that gradients of shared rows
 reach the one accumulator.
+
+Where state rests in host memory, and where accumulators have fewer bits than sums, a page is worked on in a copy: of
+its values, fetched while the page before it is computed with, and of its accumulators, put back when the next page is
+asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from longstraw_megatron.state.accumulate import Rounding, stochastic_bfloat16
+from longstraw_megatron.state.residence import OnDevice, Residence
+
+Select = Callable[[int, int], Tensor | None]  # (start, stop) of a page -> distinct rows of it, int64 [m]; None: all
+Take = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(eq=False)
@@ -34,21 +44,28 @@ class Page:
         return self.start + self.used
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PageView:
-    """The first `stop - start` rows of a page, on the device that computes."""
+    """The first `stop - start` rows of a page on the device that computes, or those of `rows` [m] alone."""
 
     page: Page
     start: int
     stop: int
     tensors: tuple[Tensor, ...]
+    rows: Tensor | None = None
+    # the copy of accumulators that is worked on: begun to be fetched, there, changed; put back at once when closed
+    fetching: Take | None = None
+    grads: tuple[Tensor, ...] | None = None
+    changed: bool = False
+    closed: bool = True
 
 
 class PagedRows:
     """A growing table of rows, e.g. (k [rows, G, H], v [rows, G, H]) of one attention layer on this rank.
 
     `capacity` is the number of rows expected in all (pages are then trimmed to it); without it every append makes
-    pages of its own. `grad_dtype=None` means float32, or float64 for float64 rows.
+    pages of its own. `grad_dtype=None` means float32, or float64 for float64 rows; `rounding` is how sums come to fewer
+    bits, `seed` that of its random numbers.
     """
 
     def __init__(
@@ -58,11 +75,18 @@ class PagedRows:
         capacity: int | None = None,
         grad_dtype: torch.dtype | None = None,
         takes_grad: bool = True,
+        residence: Residence | None = None,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
     ):
         self.page_length = page_length
         self.takes_grad = takes_grad
         self.capacity = capacity
         self.grad_dtype = grad_dtype
+        self.residence = residence or OnDevice()
+        self.rounding = rounding
+        self.seed = seed
+        self._generator: torch.Generator | None = None
         self._pages: list[Page] = []
         self._num_shared = 0
 
@@ -72,7 +96,13 @@ class PagedRows:
 
     def fork(self) -> "PagedRows":
         """A table that shares this one's pages; what it appends is its own, and takes gradients."""
-        child = PagedRows(page_length=self.page_length, grad_dtype=self.grad_dtype)
+        child = PagedRows(
+            page_length=self.page_length,
+            grad_dtype=self.grad_dtype,
+            residence=self.residence,
+            rounding=self.rounding,
+            seed=self.seed,
+        )
         child._pages = list(self._pages)
         child._num_shared = len(self._pages)
         return child
@@ -86,31 +116,107 @@ class PagedRows:
                 start = self.num_rows
                 left = num_new - done if self.capacity is None else max(self.capacity - start, num_new - done)
                 length = min(self.page_length, left)
-                page = Page(start, tuple(row.new_empty(length, *row.shape[1:]) for row in rows), self.takes_grad)
+                tensors = tuple(self.residence.empty(row, (length, *row.shape[1:])) for row in rows)
+                page = Page(start, tensors, self.takes_grad)
                 self._pages.append(page)
             count = min(page.capacity - page.used, num_new - done)
             for tensor, row in zip(page.tensors, rows, strict=True):
-                tensor[page.used : page.used + count] = row[done : done + count].detach()
+                self.residence.store(tensor[page.used : page.used + count], row[done : done + count].detach())
             page.used += count
             done += count
 
-    def pages(self, stop: int) -> Iterator[PageView]:
-        """Views of the rows before `stop`, in order."""
-        for page in self._pages:
-            if page.start >= stop:
-                return
-            end = min(page.stop, stop)
-            yield PageView(page, page.start, end, tuple(tensor[: end - page.start] for tensor in page.tensors))
+    def pages(
+        self, stop: int, *, values: bool = True, with_grads: bool = False, select: Select | None = None
+    ) -> Iterator[PageView]:
+        """Views of the rows before `stop`, in order; each is good until the next one is asked for.
+
+        `with_grads` tells that gradients will be added to every view that takes any, `values=False` that nothing is
+        read. `select` is asked where rows rest in host memory.
+        """
+        spans = [(page, min(page.stop, stop)) for page in self._pages if page.start < stop]
+        coming = self._begin(*spans[0], values, with_grads, select) if spans else None
+        for i in range(len(spans)):
+            view, take = coming
+            coming = self._begin(*spans[i + 1], values, with_grads, select) if i + 1 < len(spans) else None
+            view.tensors = take()
+            view.closed = False
+            try:
+                yield view
+            finally:
+                view.closed = True
+                self._put_back(view)
+
+    def _begin(
+        self, page: Page, stop: int, values: bool, with_grads: bool, select: Select | None
+    ) -> tuple[PageView, Take]:
+        """A view whose tensors are on their way."""
+        count, read = stop - page.start, page.tensors if values else ()
+        view = PageView(page, page.start, stop, ())
+        if select is not None and self.residence.stages:
+            view.rows = select(page.start, stop)
+        if view.rows is not None:
+            picked = tuple(self.residence.gather(tensor, view.rows) for tensor in read)
+            return view, lambda: picked
+        if with_grads and page.takes_grad and page.grads is not None and self.residence.stages:
+            view.fetching = self.residence.fetch(*(grad[:count] for grad in page.grads))
+        return view, self.residence.fetch(*(tensor[:count] for tensor in read))
 
     def add_grad(self, view: PageView, *grads: Tensor) -> None:
         """Add gradients [view.stop - view.start, ...] of the view's rows to their accumulators."""
-        for accumulator, grad in zip(self._accumulators(view.page), grads, strict=True):
-            accumulator[: view.stop - view.start] += grad
+        for accumulator, grad in zip(self._open(view), grads, strict=True):
+            accumulator += grad
+        self._changed(view)
 
     def add_grad_at(self, view: PageView, index: Tensor, *grads: Tensor) -> None:
         """Add gradients [m, ...] of the view's rows `index` [m] (repetitions add up)."""
-        for accumulator, grad in zip(self._accumulators(view.page), grads, strict=True):
+        for accumulator, grad in zip(self._open(view), grads, strict=True):
             accumulator.index_add_(0, index, grad.to(accumulator.dtype))
+        self._changed(view)
+
+    def _sum_dtype(self, page: Page) -> torch.dtype:
+        return torch.promote_types(page.tensors[0].dtype, torch.float32)
+
+    def _in_place(self, page: Page) -> bool:
+        """Whether sums are made in the accumulators themselves."""
+        return not self.residence.stages and (self.grad_dtype or self._sum_dtype(page)) == self._sum_dtype(page)
+
+    def _open(self, view: PageView) -> tuple[Tensor, ...]:
+        """What gradients of the view's rows are added to."""
+        page = view.page
+        if self._in_place(page):
+            return tuple(grad[: view.stop - view.start] for grad in self._accumulators(page))
+        if view.grads is None:
+            if view.fetching is not None:
+                resting = view.fetching()
+            elif view.rows is not None:
+                resting = tuple(self.residence.gather(grad, view.rows) for grad in self._accumulators(page))
+            else:
+                resting = self.residence.fetch(*(grad[: view.stop - view.start] for grad in self._accumulators(page)))()
+            view.grads = tuple(grad.to(self._sum_dtype(page)) for grad in resting)
+        return view.grads
+
+    def _changed(self, view: PageView) -> None:
+        view.changed = view.grads is not None
+        if view.closed:
+            self._put_back(view)
+
+    def _put_back(self, view: PageView) -> None:
+        """Round the sums and let them rest."""
+        if view.changed:
+            for grad, target in zip(view.grads, view.page.grads, strict=True):
+                rounded = self._round(grad, target.dtype)
+                if view.rows is not None:
+                    self.residence.scatter(target, view.rows, rounded)
+                else:
+                    self.residence.store(target[: view.stop - view.start], rounded)
+        view.fetching, view.grads, view.changed = None, None, False
+
+    def _round(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.rounding == "nearest" or (grad.dtype, dtype) != (torch.float32, torch.bfloat16):
+            return grad.to(dtype)
+        if self._generator is None:
+            self._generator = torch.Generator(grad.device).manual_seed(self.seed)
+        return stochastic_bfloat16(grad, self._generator)
 
     def grad(self, start: int, stop: int) -> tuple[Tensor, ...] | None:
         """The gradients accumulated for rows [start, stop), or None where none ever came."""
@@ -118,7 +224,8 @@ class PagedRows:
         for page in self._pages:
             lo, hi = max(page.start, start), min(page.stop, stop)
             if lo < hi and page.grads is not None:
-                parts.append((lo, hi, tuple(grad[lo - page.start : hi - page.start] for grad in page.grads)))
+                grads = self.residence.fetch(*(grad[lo - page.start : hi - page.start] for grad in page.grads))()
+                parts.append((lo, hi, grads))
         if not parts:
             return None
         if len(parts) == 1 and parts[0][:2] == (start, stop):
@@ -136,6 +243,8 @@ class PagedRows:
         if self._pages and self._pages[-1].stop > num_rows:
             page = self._pages[-1]
             page.used = num_rows - page.start
+            if page.grads is not None:
+                self.residence.synchronize()
             for grad in page.grads or ():
                 grad[page.used :].zero_()  # rows appended here later start without a gradient
 
@@ -153,9 +262,6 @@ class PagedRows:
 
     def _accumulators(self, page: Page) -> tuple[Tensor, ...]:
         if page.grads is None:
-            dtype = self.grad_dtype
-            page.grads = tuple(
-                torch.zeros_like(t, dtype=dtype or (t.dtype if t.dtype == torch.float64 else torch.float32))
-                for t in page.tensors
-            )
+            dtype = self.grad_dtype or self._sum_dtype(page)
+            page.grads = tuple(self.residence.empty(t, tuple(t.shape), dtype).zero_() for t in page.tensors)
         return page.grads

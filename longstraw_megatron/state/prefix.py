@@ -5,18 +5,22 @@ in prefill; gradients are added in backward only.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from longstraw_megatron.layout import SegmentLayout
+from longstraw_megatron.state.accumulate import Rounding
 from longstraw_megatron.state.boundaries import BoundaryStates
 from longstraw_megatron.state.pages import PagedRows
+from longstraw_megatron.state.residence import OnDevice, Residence
 
-# Rows that are gathered by index are kept in one page where their number is known: a selection over one page needs no
+KINDS = ("kv", "latent", "index_key")
+# Rows that are gathered by index are kept in few pages where their number is known: a selection over one page needs no
 # merging of partial results.
 GATHERED_KINDS = ("latent",)
+GATHERED_PAGE_LENGTH = 1 << 20  # rows, in memory 1.2 GB of latents of GLM-5.2 in bfloat16
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class StateOptions:
     exact: bool  # gradients flow into the prompt: keep every boundary, make accumulators
     page_length: int = 65536  # rows
     grad_dtype: torch.dtype | None = None  # None: float32, or float64 for float64 state
+    grad_rounding: Rounding = "nearest"  # how sums come to a grad_dtype of fewer bits
+    residence: Residence = field(default_factory=OnDevice)  # where rows and boundaries rest between uses
 
 
 class PrefixState:
@@ -63,19 +69,26 @@ class PrefixState:
             if self.parent is not None:
                 self._rows[key] = self.parent.rows(kind, layer_number).fork()
             else:
-                page_length = (kind in GATHERED_KINDS and self.num_rows) or self.options.page_length
+                page_length = self.options.page_length
+                if kind in GATHERED_KINDS and self.num_rows:
+                    page_length = min(self.num_rows, GATHERED_PAGE_LENGTH)
                 self._rows[key] = PagedRows(
                     page_length=page_length,
                     capacity=self.num_rows,
                     grad_dtype=self.options.grad_dtype,
                     takes_grad=self.walked,
+                    residence=self.options.residence,
+                    rounding=self.options.grad_rounding,
+                    seed=layer_number * len(KINDS) + KINDS.index(kind),
                 )
         return self._rows[key]
 
     def boundaries(self, layer_number: int) -> BoundaryStates:
         if layer_number not in self._boundaries:
             parent = self.parent.boundaries(layer_number) if self.parent is not None else None
-            self._boundaries[layer_number] = BoundaryStates(keep_all=self.walked, parent=parent)
+            self._boundaries[layer_number] = BoundaryStates(
+                keep_all=self.walked, parent=parent, residence=self.options.residence
+            )
         return self._boundaries[layer_number]
 
     def tables(self) -> Iterator[tuple[str, int, PagedRows]]:

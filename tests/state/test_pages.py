@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from longstraw_megatron.state import PagedRows
+from longstraw_megatron.ops.staging import HostStaging
+from longstraw_megatron.state import OnDevice, PagedRows
+
+RESIDENCE = [OnDevice()]  # of the tables that a test makes
+
+
+@pytest.fixture(autouse=True, params=["device", "host"])
+def residence(request):
+    """Every test runs with rows on the device and in host memory."""
+    RESIDENCE[0] = OnDevice() if request.param == "device" else HostStaging(torch.device("cpu"))
+    yield
+    RESIDENCE[0] = OnDevice()
 
 
 def rows_of(start, stop):
@@ -13,7 +24,7 @@ def rows_of(start, stop):
 
 
 def filled(*lengths, page_length=4, **options):
-    rows, start = PagedRows(page_length=page_length, **options), 0
+    rows, start = PagedRows(page_length=page_length, residence=RESIDENCE[0], **options), 0
     for length in lengths:
         rows.append(*rows_of(start, start + length))
         start += length
@@ -59,7 +70,7 @@ def test_the_last_page_is_trimmed_to_the_capacity():
 def test_rows_are_copied_and_detached():
     source, other = rows_of(0, 2)
     source.requires_grad_()
-    rows = PagedRows(page_length=4)
+    rows = PagedRows(page_length=4, residence=RESIDENCE[0])
     rows.append(source, other)
     other.fill_(-1)
     (view,) = rows.pages(2)
@@ -113,7 +124,7 @@ def test_gradients_by_index_repeat():
     ],
 )
 def test_dtype_of_accumulators(dtype, grad_dtype, want):
-    rows = PagedRows(page_length=4, grad_dtype=grad_dtype)
+    rows = PagedRows(page_length=4, grad_dtype=grad_dtype, residence=RESIDENCE[0])
     rows.append(torch.ones(2, 3, dtype=dtype))
     (view,) = rows.pages(2)
     for _ in range(300):  # in bfloat16 a sum of ones stops at 256
@@ -154,3 +165,79 @@ def test_truncate_frees_pages_and_forgets_gradients():
     assert rows.grad(4, 11)[0][:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]  # new rows have no gradient yet
     rows.truncate(0)
     assert rows.num_rows == 0 and rows.value_bytes() == 0 and rows.grad_bytes() == 0
+
+
+def test_gradients_added_while_pages_are_walked_are_those_added_one_by_one():
+    """What is staged goes back when the next page is asked for, the last one and a walk that is broken off included."""
+    walked, single = filled(11, capacity=11), filled(11, capacity=11)
+    for _ in range(2):
+        for view in walked.pages(10, with_grads=True):
+            walked.add_grad(view, *view.tensors)
+            walked.add_grad_at(view, torch.tensor([0, 1, 0]), torch.ones(3, 3), torch.ones(3, 2, 2))
+        for view in list(single.pages(10)):
+            single.add_grad(view, *view.tensors)
+            single.add_grad_at(view, torch.tensor([0, 1, 0]), torch.ones(3, 3), torch.ones(3, 2, 2))
+    for view in walked.pages(3, values=False, with_grads=True):
+        walked.add_grad(view, torch.ones(3, 3), torch.ones(3, 2, 2))
+        break
+    single.add_grad(next(iter(single.pages(3))), torch.ones(3, 3), torch.ones(3, 2, 2))
+    for got, want in zip(walked.grad(0, 11), single.grad(0, 11), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_next_page_is_fetched_before_this_one_is_given():
+    class Log(HostStaging):
+        def fetch(self, *tensors):
+            events.append("fetch")
+            return super().fetch(*tensors)
+
+    events = []
+    rows = PagedRows(page_length=4, capacity=11, residence=Log(torch.device("cpu")))
+    rows.append(*rows_of(0, 11))
+    for _ in rows.pages(11):
+        events.append("use")
+    assert events == ["fetch", "fetch", "use", "fetch", "use", "use"]
+
+
+def test_selected_rows_alone_are_fetched_and_get_their_gradients():
+    rows = filled(9, capacity=9, page_length=6)
+    picked = {0: torch.tensor([1, 4]), 6: None}
+    for view in rows.pages(9, with_grads=True, select=lambda start, stop: picked[start]):
+        if view.rows is not None:
+            assert torch.equal(view.tensors[0], rows_of(0, 9)[0][[1, 4]])
+            rows.add_grad_at(view, torch.tensor([1, 1, 0]), torch.ones(3, 3), torch.ones(3, 2, 2))
+        elif view.start == 0:  # on the device nothing is picked
+            rows.add_grad_at(view, torch.tensor([4, 4, 1]), torch.ones(3, 3), torch.ones(3, 2, 2))
+        else:
+            assert torch.equal(view.tensors[1], rows_of(6, 9)[1])
+    assert rows.grad(0, 9)[0][:, 0].tolist() == [0, 1, 0, 0, 2, 0, 0, 0, 0]
+
+
+def test_stochastic_rounding_keeps_what_rounding_to_the_nearest_loses():
+    sums = {}
+    for rounding in ("nearest", "stochastic"):
+        rows = PagedRows(page_length=64, grad_dtype=torch.bfloat16, rounding=rounding, residence=RESIDENCE[0])
+        rows.append(torch.ones(64, 32))
+        for _ in range(600):
+            for view in rows.pages(64, with_grads=True):
+                rows.add_grad(view, torch.full((64, 32), 1.0))
+        (sums[rounding],) = rows.grad(0, 64)
+    assert (sums["nearest"] == 256).all()
+    assert sums["stochastic"].dtype == torch.bfloat16
+    mean = sums["stochastic"].float().mean().item()
+    # each of 344 additions beyond 256 has a variance of at most 2 * 2 / 4, and there are 2048 sums: 5 deviations
+    assert abs(mean - 600) < 5 * (344 / 2048) ** 0.5
+
+
+def test_stochastic_rounding_is_unbiased_repeatable_and_keeps_what_is_exact():
+    from longstraw_megatron.state.accumulate import stochastic_bfloat16
+
+    exact = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf"), float("nan"), 2.0**-133])
+    for seed in range(20):
+        rounded = stochastic_bfloat16(exact, torch.Generator().manual_seed(seed))
+        assert torch.equal(rounded.float().nan_to_num(7), exact.nan_to_num(7))
+    x = torch.full((20000,), -(1 + 2.0**-9))  # a quarter of the way from -1 to -(1 + 2^-7)
+    first, again = (stochastic_bfloat16(x, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert set(first.tolist()) == {-1.0, -(1 + 2.0**-7)}
+    assert abs((first != -1).float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / 20000) ** 0.5

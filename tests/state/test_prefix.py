@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longstraw_megatron.ops.staging import HostStaging
 from longstraw_megatron.state import BoundaryStates, PrefixState, StateOptions
 
 
@@ -86,8 +87,31 @@ def test_fork_reaches_the_parents_tables():
     assert torch.equal(parent.rows("kv", 1).grad(0, 4)[0], torch.ones(4, 2))
     child.boundaries(2).add_grad(1, torch.full((3,), 2.0))
     assert parent.boundaries(2).grad(1)[0].tolist() == [2, 2, 2]
-    detached = PrefixState(StateOptions(exact=False))
-    assert detached.fork().boundaries(1).keep_all  # a branch walked in blocks needs its own boundaries
+
+
+def test_a_branch_behind_a_detached_prompt_takes_gradients_for_itself_alone():
+    parent = PrefixState(StateOptions(exact=False), num_rows=4)
+    parent.rows("kv", 1).append(torch.ones(4, 2))
+    parent.boundaries(2).put(1, torch.ones(3))
+    child = parent.fork()
+    child.rows("kv", 1).append(torch.ones(2, 2))
+    child.boundaries(2).put(2, torch.ones(3))
+    assert (parent.walked, child.walked) == (False, True)
+    assert [view.page.takes_grad for view in child.rows("kv", 1).pages(6)] == [False, True]
+    assert [child.boundaries(2).takes_grad(boundary) for boundary in (1, 2)] == [False, True]
+    assert (parent.nbytes()["rows"], child.nbytes()["rows"]) == (32, 16)
+
+
+def test_boundaries_in_host_memory():
+    states = BoundaryStates(keep_all=True, residence=HostStaging(torch.device("cpu")))
+    tail, recurrent = state_of(2)
+    states.put(2, tail, recurrent)
+    tail.fill_(-1)
+    assert firsts(states.get(2)) == [2, 20]
+    states.get(2)[0].fill_(-1)
+    assert firsts(states.get(2)) == [2, 20]
+    states.add_grad(2, *state_of(3))
+    assert firsts(states.grad(2)) == [3, 30]
 
 
 def test_truncate_walks_every_table_back():
