@@ -63,6 +63,9 @@ class StateConfig:
     page_length: int  # rows of a page
     grad_dtype: Literal["auto", "fp32", "bf16"]  # of the gradient accumulators; auto: fp32, fp64 for precision=fp64
     stage_inputs: Literal["device", "host"]  # where a pipeline stage keeps its input of every prompt segment
+    grad_rounding: Literal["nearest", "stochastic"]  # of sums to bf16 accumulators; docs/precision.md compares
+    reuse_steps: int  # optimizer steps for which a detached prompt's state is kept beyond its own
+    reuse_check_every: int | None  # of those, the ones in which drift is measured with a fresh capture; None: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +158,9 @@ class Config:
 
 AT_LEAST = {
     0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps", "optimizer.weight_decay")
-    + ("optimizer.clip_grad",),
+    + ("optimizer.clip_grad", "state.reuse_steps"),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
-    + ("response_block",)
+    + ("response_block", "state.reuse_check_every")
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
     + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size", "bench.repeats")
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
@@ -179,6 +182,16 @@ def _check(config: Config) -> None:
             if isinstance(value, int | float) and not value >= least:
                 raise RefusedError(f"{key} must be at least {least}, got {value}.")
     parallel, trainer, optimizer = config.parallel, config.trainer, config.optimizer
+    if config.state.reuse_steps and config.gradient == "exact":
+        raise RefusedError(
+            f"state.reuse_steps={config.state.reuse_steps} needs gradient=detached, got exact, whose walk under new "
+            "weights against old state is the gradient of nothing; set state.reuse_steps=0."
+        )
+    if config.state.grad_rounding == "stochastic" and config.state.grad_dtype != "bf16":
+        raise RefusedError(
+            f"state.grad_rounding=stochastic needs state.grad_dtype=bf16, got {config.state.grad_dtype}, to which "
+            "nothing is rounded; leave state.grad_rounding=nearest."
+        )
     if parallel.sp and parallel.tp == 1:
         raise RefusedError("parallel.sp=true needs parallel.tp above 1, got 1; leave parallel.sp=auto.")
     if parallel.vpp > 1 and parallel.pp == 1:

@@ -40,6 +40,8 @@ class Layout:
     segment_length: int = 64
     branches_per_microbatch: int = 1
     response_block: int | None = None
+    reuse_steps: int = 0
+    reuse_check_every: int | None = None
     recompute: str = "none"
     style: str = "zigzag"
     page_length: int = 48
@@ -135,6 +137,8 @@ def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = 
         logprob_block=16,
         max_live_prefixes=layout.max_live_prefixes,
         stage_inputs=layout.stage_inputs,
+        reuse_steps=layout.reuse_steps,
+        reuse_check_every=layout.reuse_check_every,
     )
     if layout.trainable:
         freeze_others(chunks, layout.trainable, hf, context.groups)

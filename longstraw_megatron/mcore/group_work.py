@@ -1,6 +1,6 @@
 """One prompt group as this rank runs it: its segments, microbatches, passes, inputs and prefix state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -217,6 +217,11 @@ class GroupWork:
         block = len(layouts) - 1 if block is None else block
         start = sum(layout.num_tokens for layout in layouts[:block])
         return _concat(sequences)[start : start + layouts[block].num_tokens], layouts[block]
+
+    def take_states(self, states: list[PrefixState]) -> None:
+        """Take the states of an earlier capture of this group, by chunk: nothing is prefilled."""
+        self.states = states
+        self.shape = replace(self.shape, num_segments=0)
 
     def release(self, index: int, chunk: int) -> None:
         """Forget the state that segment `index` and later ones made: its walk is done."""

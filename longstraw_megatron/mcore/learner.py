@@ -35,9 +35,10 @@ from longstraw_megatron.mcore.model import moe_layer_numbers, unwrap
 from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.reductions import finalize_grads
+from longstraw_megatron.mcore.reuse import PrefixReuse, drift_sample, logprob_change
 from longstraw_megatron.mcore.step_plan import count_units, plan_step
 from longstraw_megatron.schedule import Action, Op
-from longstraw_megatron.state import StateOptions
+from longstraw_megatron.state import PrefixState, StateOptions
 
 Logprobs = dict[tuple[int, int], np.ndarray]  # (group, branch) -> [R] float64
 
@@ -50,6 +51,8 @@ class LearnerOptions:
     logprob_block: int | None = None
     max_live_prefixes: int = 1
     stage_inputs: str = "device"  # device | host
+    reuse_steps: int = 0  # optimizer steps for which a detached prompt's state is kept beyond its own
+    reuse_check_every: int | None = None  # of those, the ones in which its drift is measured
 
 
 class Progress(Protocol):
@@ -78,6 +81,8 @@ class Learner:
         self.options = options
         self.monitor = monitor or Monitor(context.device)
         self.progress = progress
+        self.reuse = PrefixReuse(options.reuse_steps)
+        self.state_metrics: dict[str, float] = {}  # of the last gradient, under their public names
         self.traffic = Traffic()  # bytes that context parallelism sent, over the learner's life
         self.engine = Engine(
             chunks,
@@ -114,7 +119,9 @@ class Learner:
             for parameter in chunk.parameters():
                 # a float32 optimizer leaves .grad as an alias of main_grad: autograd would add to it twice
                 parameter.grad = None
-        indices, works, actions = self._prepare(groups, self.options.state, forward_only=False)
+        self.reuse.begin_step()
+        kept = self.reuse.states_of(groups)
+        indices, works, actions = self._prepare(groups, self.options.state, forward_only=False, kept=kept)
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
         result = self.engine.run(actions, works, objective=objective)
         with self.monitor.phase("reduce"):
@@ -122,10 +129,18 @@ class Learner:
         stats = self._reduce_stats(list(result.losses.values()))
         self._check_finite(groups)
         logprobs = self._share_logprobs(indices, works)
+        self.reuse.keep(groups, works)
+        if self.options.reuse_steps:
+            self.state_metrics = self._measure_reuse(groups, logprobs, old_logprobs or {}, ref_logprobs or {})
         return summarize_stats(stats) | self._by_advantage(groups, logprobs), logprobs
 
     def _prepare(
-        self, groups: Sequence[PromptGroup], state: StateOptions, *, forward_only: bool
+        self,
+        groups: Sequence[PromptGroup],
+        state: StateOptions,
+        *,
+        forward_only: bool,
+        kept: list[list[PrefixState]] | None = None,
     ) -> tuple[list[int | None], list[GroupWork], list[Action]]:
         pg, options = self.context.groups, self.options
         config = unwrap(self.chunks[0]).config
@@ -151,6 +166,8 @@ class Learner:
             )
             for index, rows in step
         ]
+        for work, states in zip(works, kept or [], strict=False):
+            work.take_states(states)
         step_plan = plan_step(
             works,
             config=config,
@@ -197,6 +214,30 @@ class Learner:
                 raise error.at(group.group_id, branch_index) from error
 
         return objective
+
+    def _measure_reuse(
+        self,
+        groups: Sequence[PromptGroup],
+        logprobs: Logprobs,
+        old_logprobs: Logprobs,
+        ref_logprobs: Logprobs,
+    ) -> dict[str, float]:
+        """How old the prompts' state is, and what a fresh capture would change on the sample."""
+        age, every = self.reuse.age_of(groups), self.options.reuse_check_every
+        metrics = {"state/reuse_age": float(age)}
+        if not age or every is None or age % every:
+            return metrics
+        g, b = drift_sample(groups)
+        branch, stale = groups[g].branches[b], logprobs[g, b]
+        fresh = self.score([replace(groups[g], branches=(branch,))])[0, 0]
+        if branch.old_logprobs is None:
+            old_logprobs = {(g, b): stale} | old_logprobs
+        objective = self._objective(groups, list(range(len(groups))), old_logprobs, ref_logprobs)
+        losses = [float(objective(g, b, torch.from_numpy(values)).loss) for values in (stale, fresh)]
+        return metrics | {
+            "state/reuse_logprob_change": logprob_change(stale, fresh, branch.mask),
+            "state/reuse_loss_drift": losses[1] - losses[0],
+        }
 
     def _advantages(self, groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
         return [

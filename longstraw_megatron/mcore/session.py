@@ -34,12 +34,15 @@ def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
             exact=config.gradient == "exact",
             page_length=config.state.page_length,
             grad_dtype=grad_dtype,
+            grad_rounding=config.state.grad_rounding,
             residence=HostStaging(context.device) if config.state.location == "host" else OnDevice(),
         ),
         objective=config.objective,
         logprob_block=config.logprob_block,
         max_live_prefixes=config.schedule.max_live_prefixes,
         stage_inputs=config.state.stage_inputs,
+        reuse_steps=config.state.reuse_steps,
+        reuse_check_every=config.state.reuse_check_every,
     )
 
 

@@ -118,6 +118,7 @@ class Trainer:
             "perf/step_seconds": seconds,
             "perf/tokens": float(tokens),
             "perf/tokens_per_second": tokens / seconds,
+            **learner.state_metrics,
             **self._phase_metrics(),
         }
 

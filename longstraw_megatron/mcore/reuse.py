@@ -1,0 +1,73 @@
+"""A detached prompt's state kept over optimizer steps, and how far it is from a fresh one by then.
+
+State that older weights made is stale. The detached gradient may take it all the same; what that costs is measured on
+a sample, the shortest branch behind the shortest prompt of the step: its logprobs and its loss with a fresh capture of
+that prompt, which is then dropped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.mcore.group_work import GroupWork
+from longstraw_megatron.state import PrefixState
+
+
+@dataclass
+class _Captured:
+    groups: Sequence[PromptGroup]
+    states: list[list[PrefixState]]  # of each of this rank's groups, by chunk
+    age: int = 0  # optimizer steps since
+
+
+class PrefixReuse:
+    """The prefix states of whole global batches, each for `steps` optimizer steps behind its own.
+
+    Every rank decides from the global batch alone, so that ranks in lockstep prefill together or not at all.
+    """
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self._captured: list[_Captured] = []
+
+    def begin_step(self) -> None:
+        """An optimizer step later: what is too old is dropped."""
+        for captured in self._captured:
+            captured.age += 1
+        self._captured = [captured for captured in self._captured if captured.age <= self.steps]
+
+    def _find(self, groups: Sequence[PromptGroup]) -> _Captured | None:
+        for captured in self._captured:
+            if len(captured.groups) == len(groups) and all(
+                a is b for a, b in zip(captured.groups, groups, strict=True)
+            ):
+                return captured
+        return None
+
+    def states_of(self, groups: Sequence[PromptGroup]) -> list[list[PrefixState]] | None:
+        """The states of this rank's groups of a global batch, if they are kept."""
+        captured = self._find(groups)
+        return None if captured is None else captured.states
+
+    def age_of(self, groups: Sequence[PromptGroup]) -> int:
+        """Optimizer steps since the states of a global batch were captured; 0 where they are not kept."""
+        captured = self._find(groups)
+        return 0 if captured is None else captured.age
+
+    def keep(self, groups: Sequence[PromptGroup], works: Sequence[GroupWork]) -> None:
+        if self.steps and self._find(groups) is None:
+            self._captured.append(_Captured(groups, [work.states for work in works]))
+
+
+def drift_sample(groups: Sequence[PromptGroup]) -> tuple[int, int]:
+    """(group, branch) that drift is measured on: the shortest prompt's shortest branch with a token in the loss."""
+    group = min(range(len(groups)), key=lambda g: (len(groups[g].prompt_tokens), g))
+    branches = groups[group].branches
+    return group, min(range(len(branches)), key=lambda b: (branches[b].num_loss_tokens == 0, len(branches[b]), b))
+
+
+def logprob_change(stale: np.ndarray, fresh: np.ndarray, mask: np.ndarray) -> float:
+    """Mean absolute difference over the tokens in the loss; 0 where there are none."""
+    return float(np.abs(fresh - stale)[mask == 1].mean()) if mask.any() else 0.0
