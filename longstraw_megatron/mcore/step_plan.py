@@ -77,16 +77,12 @@ def plan_step(
     )
     recomputed = 1.0 if config.recompute_granularity == "full" else 0.0
     walk = 3.0 + recomputed
-    per_row = Costs(
-        backward=2.0 + recomputed, prompt_backward=walk, block_backward=walk, stages=stage_layers(config)
-    )
+    per_row = Costs(backward=2.0 + recomputed, prompt_backward=walk, block_backward=walk, stages=stage_layers(config))
     costs = RowCosts(
         per_row,
         segment_rows=tuple(tuple(layout.rows for layout in work.segment_layouts) for work in works),
         microbatch_rows=tuple(tuple(layout.rows for layout in work.branch_layouts) for work in works),
-        block_rows=tuple(
-            tuple(layout.rows for layouts in work.block_layouts for layout in layouts) for work in works
-        ),
+        block_rows=tuple(tuple(layout.rows for layouts in work.block_layouts for layout in layouts) for work in works),
     )
     return _proven(description, costs)
 
