@@ -138,8 +138,7 @@ class Engine:
         with self._phase("prefill", action, segment), torch.no_grad():
             out = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
         if stage_input is not None and segment.state.exact and self._with_graph:
-            on_host = self.stage_inputs == "host"
-            self._kept[action.group, action.unit, action.stage] = to_host(stage_input) if on_host else stage_input
+            self._kept[action.group, action.unit, action.stage] = self._rest(stage_input)
         self._send_later(action, out)
 
     def _forward(self, action: Action) -> None:
@@ -201,7 +200,7 @@ class Engine:
             microbatch, _ = work.shape.block_of(action.unit)
             self._scored.setdefault((action.group, microbatch), []).extend(whole)
         if stage_input is not None and self._with_graph:
-            self._kept_blocks[action.group, action.unit, action.stage] = stage_input
+            self._kept_blocks[action.group, action.unit, action.stage] = self._rest(stage_input)
         self._send_later(action, out)
 
     def _block_forward(self, action: Action, segment: SegmentPass, stage_input: Tensor | None) -> Tensor:
@@ -220,7 +219,7 @@ class Engine:
         stage_input = self._kept_blocks.pop((action.group, action.unit, action.stage), None)
         with self._phase("branch_backward", action, segment):
             if stage_input is not None:
-                stage_input = stage_input.detach().requires_grad_()
+                stage_input = to_device(stage_input, self.context.device).detach().requires_grad_()
             out = self._block_forward(action, segment, stage_input)
             if self._is_last(action):
                 grads = self._block_grads.get((action.group, microbatch))
@@ -260,6 +259,10 @@ class Engine:
         self._check_finite(action)
         if stage_input is not None:
             self._send_later(action, stage_input.grad)
+
+    def _rest(self, stage_input: Tensor) -> Tensor:
+        """A stage's input until its segment is walked."""
+        return to_host(stage_input) if self.stage_inputs == "host" else stage_input
 
     def _check_finite(self, action: Action) -> None:
         """Look at one small gradient near the chunk's input, where a NaN of any later layer arrives, and name it."""
