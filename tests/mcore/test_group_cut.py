@@ -84,11 +84,12 @@ def test_blocks_of_all_ranks_are_the_branch(cp_size):
 def test_a_branchs_own_state_goes_with_its_first_block():
     (group,) = prompt_groups(make_groups((7, [12])))
     (work,) = _works(group, 1)
+    work.states[0].rows("kv", 1).append(torch.ones(6, 2))
     for unit in range(2):
         segment = work.block_pass(unit, Mode.PREFILL, 0)
         segment.state.rows("kv", 1).append(torch.ones(segment.valid, 2))
-    assert work.states[0].rows("kv", 1).num_rows == 0  # the prompt's: nothing was prefilled here
+    assert work.paths[0, 0].rows("kv", 1).num_rows == 6 + 10
     work.release_block(1, 0)
-    assert work.paths[0, 0].rows("kv", 1).num_rows == 5 + 0
+    assert work.paths[0, 0].rows("kv", 1).num_rows == 6 + 5
     work.release_block(0, 0)
-    assert not work.paths
+    assert not work.paths and work.states[0].rows("kv", 1).num_rows == 6
