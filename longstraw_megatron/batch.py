@@ -86,6 +86,13 @@ class Branch:
             array = getattr(self, name)
             if array is not None and array.size and array.min() < 0:
                 raise RefusedError(f"{name} has the entry {array.min()}, wanted 0 or more; check the rollouts file.")
+        if self.routed_experts is not None and self.routed_experts.size:
+            ordered = np.sort(self.routed_experts, axis=-1)
+            if (ordered[..., 1:] == ordered[..., :-1]).any():
+                raise RefusedError(
+                    "routed_experts has one expert twice in a layer's top-k, wanted different ones, since a token goes "
+                    "to each of them once; check the rollouts file."
+                )
         for name in PER_TOKEN_FLOATS:
             array = getattr(self, name)
             bad = [] if array is None else np.flatnonzero(~np.isfinite(array) & (self.mask == 1))

@@ -166,6 +166,9 @@ AT_LEAST = {
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
 }
 
+# torch's generators take no more, nor does the backend's timer, in milliseconds of 32 bits
+AT_MOST = {2**31 - 1: ("seed",), 2_000_000: ("dist.timeout_s",)}
+
 
 def get_key(config: Config, key: str) -> Any:
     """The value of a dotted key."""
@@ -181,6 +184,10 @@ def _check(config: Config) -> None:
             value = get_key(config, key)
             if isinstance(value, int | float) and not value >= least:
                 raise RefusedError(f"{key} must be at least {least}, got {value}.")
+    for most, keys in AT_MOST.items():
+        for key in keys:
+            if (value := get_key(config, key)) > most:
+                raise RefusedError(f"{key} must be at most {most}, got {value}.")
     parallel, trainer, optimizer = config.parallel, config.trainer, config.optimizer
     if config.state.reuse_steps and config.gradient == "exact":
         raise RefusedError(

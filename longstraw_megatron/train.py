@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -52,6 +53,7 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
     """All that is judged before torch.distributed and Megatron start; returns the rollouts."""
     from longstraw_megatron.mcore.architectures import architecture_of, pipeline_layout, text_config
     from longstraw_megatron.mcore.trainable import trainable_names
+    from longstraw_megatron.mcore.trainer import steps_of
     from longstraw_megatron.mcore.weights import check_hf_folder, refuse_occupied
 
     check_world_size(config, world_size)
@@ -64,9 +66,42 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
         check_hf_folder(folder, config.model.hf_config)
     if config.trainer.export_hf is not None:
         refuse_occupied(config.trainer.export_hf)
+    check_outputs(config)
     groups = read_groups(config)
+    steps_of(len(groups), config.groups_per_step)
     check_routed_experts(config, groups)
     return groups
+
+
+def check_outputs(config: Config) -> None:
+    """What this rank writes has a place, before it computes for hours."""
+    trainer, is_file = config.trainer, {"trainer.export_grads", "trainer.export_logprobs"}
+    places = {"trainer.save_dir": trainer.save_dir, "trainer.export_hf": trainer.export_hf}
+    if os.environ.get("RANK", "0") == "0":
+        places |= {"run_dir": config.run_dir}
+        places |= {"trainer.export_grads": trainer.export_grads, "trainer.export_logprobs": trainer.export_logprobs}
+    for key, name in places.items():
+        if name is None:
+            continue
+        path = Path(name).absolute()
+        if key in is_file and path.is_dir():
+            raise RefusedError(f"{key}={name} must name a file, got a folder; add the name of a file in it.")
+        folder = path.parent if key in is_file else path
+        while not os.path.lexists(folder):
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            got = "which can't be written to" if folder.is_dir() else "which is no folder"
+            raise RefusedError(f"{key}={name} lies in {folder}, {got}; choose another place.")
+
+
+def past_exports(config: Config, steps_done: int) -> list[str]:
+    """A sentence for each export of the first step that a resumed run no longer makes."""
+    keys = [key for key in ("export_grads", "export_logprobs") if getattr(config.trainer, key) is not None]
+    return [
+        f"trainer.{key} is of the first step, but the run goes on after step {steps_done}: nothing is written."
+        for key in keys
+        if steps_done
+    ]
 
 
 def check_routed_experts(config: Config, groups: list[PromptGroup]) -> None:
@@ -133,11 +168,12 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // 2))
     context = init_parallel(config.parallel, device=device, seed=config.seed, timeout_s=config.dist.timeout_s)
-    for warning in length_warnings(groups, config.model.hf_config.get("max_position_embeddings")):
-        if context.is_first:
-            logger.warning(warning)
     progress = Progress(enabled=None if context.is_first else False)
     resume_from = find_resume(config, groups)
+    warnings = length_warnings(groups, config.model.hf_config.get("max_position_embeddings"))
+    warnings += past_exports(config, 0 if resume_from is None else resume_from.step)
+    for warning in warnings if context.is_first else ():
+        logger.warning(warning)
     wandb_id = config.wandb.id or (resume_from.extra["wandb_id"] if resume_from is not None else None)
     writer = MetricsWriter(
         config.run_dir,
@@ -170,18 +206,28 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
             print_summary(writer, history)
 
 
+def _is_first_to_refuse() -> bool:
+    """Whether this rank says why: one, whichever meets it first; before ranks know each other, one of each machine."""
+    if not torch.distributed.is_initialized():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    try:
+        return store.add("longstraw_megatron/refused", 1) == 1
+    except RuntimeError:  # the rank that held the store has left
+        return True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 refused, 1 failed."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("longstraw_megatron").setLevel(logging.INFO)
-    is_first = os.environ.get("RANK", "0") == "0"
     try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
         config = resolve_auto(config, cuda_available=torch.cuda.is_available())
         groups = check(config, int(os.environ.get("WORLD_SIZE", "1")))
         run(config, groups)
     except RefusedError as error:
-        if is_first:
+        if _is_first_to_refuse():
             print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
         return REFUSED
     except NonFiniteError as error:

@@ -54,6 +54,7 @@ def test_cost_in_token_forwards(exact, recompute, cost):
     [
         ({"loss_mask": [1]}, r"loss_mask has 1 entries in a branch of 2 tokens, wanted one entry per token"),
         ({"old_logprobs": [-1.0, -1.0, -1.0]}, r"old_logprobs has 3 entries in a branch of 2 tokens"),
+        ({"routed_experts": [[[0, 1]], [[2, 2]]]}, r"routed_experts has one expert twice"),
         ({"routed_experts": [[[0]]]}, r"routed_experts has 1 entries in a branch of 2 tokens"),
         ({"routed_experts": [0, 1]}, r"routed_experts has dtype int64 and shape \[2\], wanted 3-dimensional integers"),
         ({"routed_experts": [[[0]], [[0], [1]]]}, r"routed_experts has rows of different length"),

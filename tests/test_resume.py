@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 from test_train import TINY, metrics_of, native, random_groups, run_main, write_rollouts
 
+from longstraw_megatron.compose import load_config
 from longstraw_megatron.mcore.checkpoint_folder import find_checkpoint
+from longstraw_megatron.train import past_exports
 
 STEPS = ["trainer.max_steps=4", "optimizer.lr_decay_style=cosine", "optimizer.lr_decay_steps=4"]
 SHAPES = ((70, [9, 4]), (33, [5, 1, 7]), (20, [6, 2]))
@@ -77,6 +79,13 @@ def test_steps_after_the_checkpoint_are_done_again(rollouts, tmp_path):
     assert _numbers(tmp_path / "run") == want
 
 
+def test_exports_of_the_first_step_are_said_to_be_past():
+    config = load_config(["trainer.export_grads=grads.safetensors"])
+    assert past_exports(config, 0) == []
+    (warning,) = past_exports(config, 3)
+    assert "trainer.export_grads is of the first step" in warning and "after step 3" in warning
+
+
 def test_auto_starts_anew_without_a_checkpoint(rollouts, tmp_path):
     assert _train(rollouts, tmp_path, "trainer.resume=auto", "trainer.max_steps=1") == [0]
     assert len(metrics_of(tmp_path / "run")) == 1
@@ -110,6 +119,8 @@ def test_what_resume_refuses(rollouts, tmp_path, capfd):
 
     error = _refusal(capfd, _train(rollouts, tmp_path, *resume, "trainer.max_steps=1"))
     assert "is at step 1" in error and "trainer.max_steps" in error
+    error = _refusal(capfd, _train(rollouts, tmp_path, *resume, "groups_per_step=1"))
+    assert "groups_per_step=all, got groups_per_step=1" in error
     error = _refusal(capfd, _train(rollouts, tmp_path, *resume, "model.hf_config.hidden_size=64"))
     assert "does not fit the model" in error
     error = _refusal(capfd, _train(rollouts, tmp_path, *resume, "precision=bf16"))

@@ -56,6 +56,11 @@ REFUSED = {
     "some advantages": ([branch(advantage=1.0)], "mixes branches with an 'advantage' .0. and without .1."),
     "text without a tokenizer": ([GROUP | {"branches": [{"text": "abc", "reward": 1.0}]}], "tokenizer"),
     "tokens and text": ([branch(text="abc")], "either 'tokens' or 'text', got both"),
+    "one expert twice": ([branch(routed_experts=[[[0, 1]], [[1, 1]], [[0, 1]]])], "no expert twice.*at token 1"),
+    "experts beyond int64": ([branch(routed_experts=[[[0, 2**63]]] * 3)], "branch 0.*routed_experts"),
+    "reward beyond float32": ([branch(reward=1e308)], "reward.*float32"),
+    "logprob beyond float32": ([branch(old_logprobs=[-1.0, -1e300, 0.0])], "old_logprobs.*float32.*token 1"),
+    "reward of 400 digits": ([branch(reward=10**400)], "reward"),
     "ragged experts": ([branch(routed_experts=[[[0, 1]], [[0]], [[0, 1]]])], "routed_experts"),
 }
 

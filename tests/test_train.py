@@ -13,6 +13,7 @@ import torch
 from oracle import dense_grpo, make_model, qwen_config
 from safetensors.torch import load_file
 
+from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.testing import assert_gradients_close, run_ranks
 from longstraw_megatron.train import main
 
@@ -92,12 +93,20 @@ REFUSALS = {
     "sizes that don't fit": (["model.hf_config.num_attention_heads=5"], "num_attention_heads"),
     "no checkpoint to resume": (["trainer.resume=nowhere"], "nowhere"),
     "a checkpoint folder that is none": (["model.hf_path=nowhere"], "nowhere"),
+    "more groups a step than there are": (["groups_per_step=3"], "groups_per_step is 3"),
+    "gradients to a folder": (["trainer.export_grads=/"], "trainer.export_grads=/ must name a file"),
+    "logprobs below a file": (["trainer.export_logprobs=/dev/null/x"], "lies in /dev/null, which is no folder"),
+    "checkpoints in a file": (["trainer.save_dir=/dev/null"], "trainer.save_dir=/dev/null lies in /dev/null"),
+    "a run in a file": (["run_dir=/dev/null"], "run_dir=/dev/null lies in /dev/null, which is no folder"),
+    "stages of other layers": (["parallel.stages=[7]"], "parallel.stages got [7]"),
+    "architectures that are no list": (["model.hf_config.architectures=3"], "architectures got 3"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_are_one_sentence_and_exit_code_2(name, rollouts, tmp_path, capfd):
+def test_refusals_are_one_sentence_and_exit_code_2(name, rollouts, tmp_path, capfd, monkeypatch):
     overrides, words = REFUSALS[name]
+    monkeypatch.setattr("longstraw_megatron.mcore.session.build_model", None)  # before any weight is made
     path = [f"rollouts.path={rollouts}"] if name != "no rollouts named" else []
     (code,) = run_main([*path, f"run_dir={tmp_path / 'run'}", "wandb.mode=disabled", *overrides])
     error = capfd.readouterr().err.strip()
@@ -110,6 +119,24 @@ def test_refusal_comes_from_one_rank_only(rollouts, tmp_path, capfd):
     codes = run_main([f"rollouts.path={rollouts}", "parallel.tp=4", "wandb.mode=disabled"], world_size=2)
     assert codes == [2, 2]
     assert capfd.readouterr().err.count("longstraw_megatron:") == 1
+
+
+def test_a_refusal_that_only_a_later_rank_meets_is_told(rollouts, tmp_path, capfd, monkeypatch):
+    """Such as a file that one machine lacks: the job must not end without a reason."""
+    import longstraw_megatron.train as train
+
+    def check(config, world_size):
+        if os.environ["RANK"] == "1":
+            raise RefusedError("This machine lacks the file, got none, wanted it; copy it.")
+        return []
+
+    monkeypatch.setattr(train, "check", check)
+    monkeypatch.setattr(train, "run", lambda config, groups: None)
+    assert run_main([f"rollouts.path={rollouts}"], world_size=2) == [0, 2]
+    assert (
+        capfd.readouterr().err.strip()
+        == "longstraw_megatron: This machine lacks the file, got none, wanted it; copy it."
+    )
 
 
 def test_a_run_exports_the_oracles_gradient_and_logprobs(tmp_path):

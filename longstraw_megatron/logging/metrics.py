@@ -77,12 +77,16 @@ class MetricsWriter:
         if wandb.mode != "disabled":
             self._run = self._start_wandb(wandb, run_config, is_resumed=resume_step is not None)
             self.wandb_dir = Path(self._run.dir).parent
-        if self.path.exists():
-            if resume_step is None:
-                self.path.rename(_first_free(self.path))
-            else:
-                _keep_steps(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            if self.path.exists():
+                if resume_step is None:
+                    self.path.rename(_first_free(self.path))
+                else:
+                    _keep_steps(self.path, resume_step)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            self.close(exit_code=1)
+            raise RefusedError(f"{self.path} can't be written: {error.strerror}; name another run_dir.") from error
 
     @property
     def wandb_id(self) -> str | None:

@@ -41,7 +41,7 @@ def find_resume(config: Config, groups: Sequence[PromptGroup]) -> Checkpoint | N
     `trainer.resume=auto` takes the newest complete one in `trainer.save_dir`, if there is any; a path must hold one.
 
     Raises:
-        RefusedError: no complete checkpoint at the path, other rollouts, or nothing left to do.
+        RefusedError: no complete checkpoint at the path, other rollouts or groups_per_step, or nothing left to do.
     """
     trainer = config.trainer
     if trainer.resume is None:
@@ -58,6 +58,12 @@ def find_resume(config: Config, groups: Sequence[PromptGroup]) -> Checkpoint | N
             f"trainer.resume={trainer.resume} was saved by a run over other rollouts than {config.rollouts.path}; "
             "name the file that it trained on, or start anew with trainer.resume=null."
         )
+    per_step = checkpoint.extra.get("groups_per_step", config.groups_per_step)
+    if per_step != config.groups_per_step:
+        raise RefusedError(
+            f"trainer.resume={trainer.resume} was saved with groups_per_step={per_step}, got groups_per_step="
+            f"{config.groups_per_step}, under which its next step would take groups out of turn; keep the number."
+        )
     if checkpoint.step >= trainer.max_steps:
         raise RefusedError(
             f"trainer.resume={trainer.resume} is at step {checkpoint.step}, which trainer.max_steps="
@@ -71,6 +77,7 @@ def save_run(trainer: Trainer, step: int, config: Config, wandb_id: str | None) 
     extra = {
         "rollouts": fingerprint(trainer.groups),
         "next_step": step,
+        "groups_per_step": config.groups_per_step,
         "old_logprobs": [[g, b, values.tolist()] for (g, b), values in sorted(trainer.old_logprobs.items())],
         "wandb_id": wandb_id,
     }

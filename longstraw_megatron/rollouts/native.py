@@ -8,16 +8,19 @@ place of tokens where a tokenizer is given. Whatever does not fit is refused wit
 """
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from longstraw_megatron.batch import Branch, PromptGroup
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.rollouts.tokenizer import Tokenizer
 
 GROUP_KEYS = ("group_id", "prompt_tokens", "prompt", "branches")
+MAX_EXPERTS = 2**31
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOGPROB_KEYS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 BRANCH_KEYS = ("tokens", "text", "reward", "advantage", "loss_mask", *LOGPROB_KEYS, "routed_experts", "status")
 
@@ -44,10 +47,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an int that no float can hold
-        return False
+    """Finite in float32, in which the objective is computed."""
+    return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
 
 
 def _read_tokens(
@@ -79,7 +80,7 @@ def _read_tokens(
 
 def _read_number(tree: dict, key: str, where: str) -> float:
     if not _is_number(tree[key]):
-        raise RefusedError(f"{where}: {key!r} must be a finite number, got {tree[key]!r}.")
+        raise RefusedError(f"{where}: {key!r} must be a finite float32 number, got {tree[key]!r}.")
     return float(tree[key])
 
 
@@ -94,9 +95,10 @@ def _read_list(tree: dict, key: str, length: int, where: str) -> list | None:
     if key == "loss_mask":
         wanted, fits = "0 or 1", [type(value) in (int, bool) and value in (0, 1) for value in values]
     elif key == "routed_experts":
-        wanted, fits = "lists [MoE layer][top-k] of expert numbers, all of one shape", _experts_fit(values)
+        wanted = "lists [MoE layer][top-k] of expert numbers, no expert twice in one, all of one shape"
+        fits = _experts_fit(values)
     else:
-        wanted, fits = "finite numbers", [_is_number(value) for value in values]
+        wanted, fits = "finite float32 numbers", [_is_number(value) for value in values]
     if not all(fits):
         wrong = fits.index(False)
         raise RefusedError(f"{where}: {key!r} must hold {wanted}, got {values[wrong]!r} at token {wrong}.")
@@ -109,7 +111,10 @@ def _experts_fit(values: list) -> list[bool]:
             return None
         experts = [expert for layer in entry for expert in layer]
         regular = len({len(layer) for layer in entry}) == 1 and experts
-        return (len(entry), len(entry[0])) if regular and all(_is_int(e) and e >= 0 for e in experts) else None
+        if not regular or not all(_is_int(e) and 0 <= e < MAX_EXPERTS for e in experts):
+            return None
+        is_twice = any(len(set(layer)) < len(layer) for layer in entry)
+        return None if is_twice else (len(entry), len(entry[0]))
 
     shapes = [shape(entry) for entry in values]
     return [entry is not None and entry == shapes[0] for entry in shapes]

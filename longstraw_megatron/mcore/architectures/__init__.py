@@ -16,13 +16,14 @@ ARCHITECTURES = {
 
 
 def _architecture_name(hf_config: dict) -> str:
-    names = hf_config.get("architectures") or [None]
-    if names[0] not in ARCHITECTURES:
+    names = hf_config.get("architectures")
+    name = names[0] if isinstance(names, list | tuple) and names else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise RefusedError(
             f"config.json: architectures got {hf_config.get('architectures')!r}, wanted one of "
             f"{', '.join(ARCHITECTURES)}; choose such a model."
         )
-    return names[0]
+    return name
 
 
 def architecture_of(hf_config: dict) -> ModuleType:
@@ -45,7 +46,7 @@ def pipeline_layout(hf: dict, *, pp: int, vpp: int, stages: Sequence[int] | None
     Raises:
         RefusedError: stages that do not add up, or that begin at a layer that cannot begin one, naming those that can.
     """
-    if pp * vpp == 1:
+    if pp * vpp == 1 and stages is None:
         return None
     num_layers, legal = hf["num_hidden_layers"], architecture_of(hf).legal_stage_starts(hf)
     sizes = list(stages) if stages is not None else split_layers(num_layers, pp * vpp, legal)
@@ -66,5 +67,7 @@ def pipeline_layout(hf: dict, *, pp: int, vpp: int, stages: Sequence[int] | None
             f"from an earlier one, wanted some of {legal}; {split_layers(num_layers, pp * vpp, legal)} "
             "does."
         )
+    if pp * vpp == 1:
+        return None
     layout = [["decoder"] * size for size in sizes]
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
