@@ -89,6 +89,7 @@ def prompt_groups(groups: list[dict]) -> list[PromptGroup]:
                     reward=0.0,
                     advantage=float(advantage),
                     loss_mask=np.asarray(group["masks"][b]) if "masks" in group else None,
+                    routed_experts=np.asarray(group["experts"][b]) if "experts" in group else None,
                 )
                 for b, (response, advantage) in enumerate(zip(group["responses"], group["advantages"], strict=True))
             ),
@@ -168,26 +169,32 @@ def _shard(weight, full: torch.Tensor, groups) -> torch.Tensor:
     return torch.cat([section.chunk(size)[rank] for section in full.split(lengths)])
 
 
-def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, precision) -> RankResult:
-    learner, context = build_learner(layout, hf, detached=detached, precision=precision)
-    fill_from_hf(learner.chunks, hf, weights, context.groups)
-    stats, logprobs = learner.compute_gradients(prompt_groups(groups))
+def gradient_errors(learner: Learner, hf: dict, truth: dict, *, frozen: bool = False):
+    """RankResult's `errors` and `missing` of the gradient that the learner has now; `truth` has Hugging Face names."""
     want_all = megatron_state_from_hf(truth, hf, gradient=True)
     errors, missing = {}, []
-    for weight in named_weights(learner.chunks, entries_of(text_config(hf)), context.groups):
+    for weight in named_weights(learner.chunks, entries_of(text_config(hf)), learner.context.groups):
         want = want_all.get(weight.entry.megatron)
         if not isinstance(weight.tensor, torch.nn.Parameter):
             continue
         if not weight.tensor.requires_grad:
-            if want is not None and not (layout.frozen or layout.trainable):
+            if want is not None and not frozen:
                 missing.append(weight.entry.megatron)
             continue
         if want is None:
             missing.append(weight.entry.megatron)
             continue
         got = weight.tensor.main_grad.double()
-        want = _shard(weight, want, context.groups).double().view_as(got)
+        want = _shard(weight, want, learner.context.groups).double().view_as(got)
         errors[weight.entry.megatron] = (float((got - want).square().sum()), float(want.square().sum()))
+    return errors, missing
+
+
+def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, precision) -> RankResult:
+    learner, context = build_learner(layout, hf, detached=detached, precision=precision)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    stats, logprobs = learner.compute_gradients(prompt_groups(groups))
+    errors, missing = gradient_errors(learner, hf, truth, frozen=bool(layout.frozen or layout.trainable))
     extra = {"state_bytes": None}
     return RankResult(errors, logprobs, stats, missing, extra)
 

@@ -1,11 +1,14 @@
 """Experts that come with the rollouts are taken, keyed by microbatch; the gates stay those of the present weights."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
-from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups
-from oracle import glm_config, make_model
+from glm_oracle import glm_truth
+from harness import Layout, assert_equals_oracle, build_learner, fill_from_hf, make_groups, prompt_groups, run_layout
+from oracle import DenseResult, glm_config, make_model
 
 from longstraw_megatron.testing import compare_tensors, run_ranks
 
@@ -65,3 +68,61 @@ def test_given_experts_are_taken_in_every_microbatch_and_in_recompute():
         assert compare_tensors(told, free).overall < 1e-6
         assert compare_tensors(other, free).overall > 1e-2
         assert compare_tensors(in_blocks, other).overall < 1e-5  # DESIGN section 8: float32's own error
+
+
+@contextlib.contextmanager
+def _told(model, experts):
+    """Hugging Face's routers take `experts` [R, MoE layers, top-k] for the last R tokens."""
+
+    def hook(layer):
+        def replace(gate, _args, out):
+            logits, _, chosen = out
+            chosen, scores = chosen.clone(), logits.sigmoid()
+            chosen[-len(experts) :] = experts[:, layer]
+            weights = scores.gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True) * gate.routed_scaling_factor, chosen
+
+        return replace
+
+    gates = [module.gate for module in model.modules() if hasattr(module, "gate")]
+    handles = [gate.register_forward_hook(hook(layer)) for layer, gate in enumerate(gates)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _truth(model, groups) -> DenseResult:
+    """The oracle's sum over branches, each told its own experts."""
+    total = DenseResult()
+    for g, group in enumerate(groups):
+        for b, experts in enumerate(group["experts"]):
+            alone = {"prompt": group["prompt"], "responses": group["responses"][b : b + 1]}
+            share = len(group["responses"]) * len(groups)
+            with _told(model, experts):
+                one = glm_truth(model, [alone | {"advantages": [group["advantages"][b] / share]}])
+            total.logprobs[g, b] = one.logprobs[0, 0]
+            total.loss += one.loss
+            for name, grad in one.grads.items():
+                before = total.grads.get(name)
+                total.grads[name] = grad if before is None else before if grad is None else before + grad
+    return total
+
+
+REPLAYED = {
+    "packed, recompute": Layout(segment_length=8, branches_per_microbatch=2, recompute="full"),
+    "cp2 packed": Layout(cp=2, segment_length=8, branches_per_microbatch=3),
+    "tp2 sp packed": Layout(tp=2, segment_length=8, branches_per_microbatch=2),
+    "pp2 vpp2": Layout(pp=2, vpp=2, segment_length=8),
+    "ep2 over dp2": Layout(ep=2, dp=2, segment_length=8, recompute="full"),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_given_experts_equal_hugging_face_told_the_same(name):
+    model = make_model(glm_config(num_hidden_layers=7))
+    groups = make_groups((20, [7, 1, 4]), (9, [3, 2]), (1, [5]))
+    generator = torch.Generator().manual_seed(3)
+    for group in groups:
+        group["experts"] = [torch.rand(len(r), 4, 8, generator=generator).topk(2).indices for r in group["responses"]]
+    truth = _truth(model, groups)
+    assert_equals_oracle(run_layout(REPLAYED[name], model, truth, groups), truth)
