@@ -244,6 +244,12 @@ def resolve_auto(config: Config, *, cuda_available: bool) -> Config:
         )
     device = ("cuda" if cuda_available else "cpu") if config.device == "auto" else config.device
     precision = ("bf16" if device == "cuda" else "fp32") if config.precision == "auto" else config.precision
+    ep, etp = config.parallel.ep, config.parallel.etp
+    if device == "cpu" and ep > 1 and etp > 1:
+        raise RefusedError(
+            f"parallel.etp={etp} with parallel.ep={ep} gathers unequal numbers of tokens, got device=cpu, whose gloo "
+            "takes equal ones only; set parallel.etp=1 or use a GPU."
+        )
     return dataclasses.replace(config, device=device, precision=precision)
 
 

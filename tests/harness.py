@@ -35,6 +35,7 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     ep: int = 1
+    etp: int = 1
     dp: int = 1
     sp: bool | None = None  # None: with tp > 1
     segment_length: int = 64
@@ -64,7 +65,7 @@ class Layout:
     def parallel(self) -> ParallelConfig:
         sp = self.tp > 1 if self.sp is None else self.sp
         return ParallelConfig(
-            tp=self.tp, cp=self.cp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=1, sp=sp, stages=self.stages
+            tp=self.tp, cp=self.cp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp, sp=sp, stages=self.stages
         )
 
 

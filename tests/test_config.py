@@ -223,6 +223,9 @@ def test_auto_is_resolved_by_what_the_machine_has():
     assert resolved([], False) == ("cpu", "fp32")
     assert resolved(["device=cpu"], True) == ("cpu", "fp32")
     assert resolved(["precision=fp64"], False) == ("cpu", "fp64")
+    assert resolved(["parallel.ep=2", "parallel.etp=2"], True) == ("cuda", "bf16")
+    with pytest.raises(RefusedError, match=r"parallel\.etp=2 with parallel\.ep=2 .* got device=cpu"):
+        resolved(["parallel.ep=2", "parallel.etp=2"], False)
     assert resolved(["precision=fp32"], True) == ("cuda", "fp32")
     with pytest.raises(RefusedError, match="device=cuda needs a GPU"):
         resolved(["device=cuda"], False)

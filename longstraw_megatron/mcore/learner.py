@@ -151,7 +151,7 @@ class Learner:
             cp_size=pg.cp.size(),
             exact=state.exact,
             recompute=config.recompute_granularity == "full",
-            lockstep=config.num_moe_experts is not None and pg.ep.size() > 1 and pg.dp.size() > 1,
+            lockstep=config.num_moe_experts is not None and pg.tp_ep.size() > 1 and pg.dp.size() > 1,
         )[pg.dp.rank()]
         works = [
             GroupWork(

@@ -28,6 +28,8 @@ LAYOUTS = {
     "ep4_a_rank_without_group": Layout(dp=4, ep=4, segment_length=32),
     "ep4_allgather": Layout(dp=4, ep=4, segment_length=32, recompute="full", changes=ALLGATHER),
     "tp2_sp_ep2": Layout(tp=2, dp=2, ep=2, segment_length=16),
+    "tp2_sp_etp2": Layout(tp=2, etp=2, segment_length=16),
+    "etp2_over_dp2": Layout(etp=2, dp=2, segment_length=16),
     "tp2_sp_cp2": Layout(tp=2, cp=2, segment_length=16),
     "cp2_ep2": Layout(cp=2, ep=2, segment_length=16),
     "cp4_ep4": Layout(cp=4, ep=4, segment_length=40),
