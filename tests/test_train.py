@@ -249,3 +249,21 @@ def test_torchrun_and_offline_wandb(rollouts, tmp_path):
     (metrics,) = metrics_of(run_dir)
     (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     assert str(metrics["train/grad_norm"])[:8].encode() in file.read_bytes()
+
+
+@pytest.mark.parametrize("lr", ["0.0", "1e-3"])
+def test_a_prompts_state_is_kept_over_steps_and_its_drift_logged(rollouts, tmp_path, lr):
+    """In host memory, and with responses in blocks."""
+    run_dir = tmp_path / "run"
+    overrides = [f"rollouts.path={rollouts}", f"run_dir={run_dir}", *TINY, f"optimizer.lr={lr}", "trainer.max_steps=4"]
+    overrides += ["gradient=detached", "state.reuse_steps=2", "state.location=host", "response_block=4"]
+    assert run_main(overrides) == [0]
+    steps = metrics_of(run_dir)
+    assert [step["state/reuse_age"] for step in steps] == [0, 1, 2, 0]
+    change = [step.get("state/reuse_logprob_change") for step in steps]
+    drift = [step.get("state/reuse_loss_drift") for step in steps]
+    assert change[0] is change[3] is drift[0] is drift[3] is None
+    if lr == "0.0":
+        assert change[1:3] == drift[1:3] == [0, 0]
+    else:
+        assert 0 < change[1] < change[2] and drift[1] and drift[2]

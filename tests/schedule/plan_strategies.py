@@ -7,7 +7,7 @@ from longstraw_megatron.schedule import Costs, Description, GroupShape
 
 def shapes(most: int, most_blocks: int):
     """Groups of up to `most` segments and microbatches, half of them with blocks."""
-    blocks = st.lists(st.integers(0, most_blocks), max_size=most).map(tuple)
+    blocks = st.lists(st.integers(0, most_blocks), max_size=min(most, 5)).map(tuple)
     with_blocks = st.builds(lambda n, b: GroupShape(n, len(b), blocks=b), st.integers(0, most), blocks)
     return st.one_of(st.builds(GroupShape, st.integers(0, most), st.integers(0, most)), with_blocks)
 
