@@ -13,11 +13,13 @@ import torch
 from harness import Layout, make_groups
 from oracle import dense_grpo, make_model, qwen_config
 
+from longstraw_megatron.state import PagedRows
 from longstraw_megatron.state.accumulate import stochastic_bfloat16
 from longstraw_megatron.testing import run_ranks
 
 PROMPT, RESPONSES = 513, [24, 16]
 SEGMENTS = (2, 16, 128)
+SUMS = (2, 16, 128, 1024)
 NEAREST = {"grad_dtype": torch.bfloat16}
 STOCHASTIC = NEAREST | {"grad_rounding": "stochastic"}
 # (state gradients, main_grad) -> options of the state, rounding of main_grad
@@ -59,8 +61,30 @@ def _rank(rank, world_size, layout, hf, weights, truth, groups, main_rounding):
     return harness._run_rank(rank, world_size, layout, hf, weights, truth, groups, False, "fp32")
 
 
+def sum_errors(mean: float) -> None:
+    """Relative L2 error of sums of increments N(mean, 1) in the accumulators of a page, by the number of increments."""
+    print(f"| sums of N({mean:g}, 1) | " + " | ".join(str(n) for n in SUMS) + " |")
+    print("|---|" + "---|" * len(SUMS))
+    for name, options in {"bfloat16": NEAREST, "bfloat16, stochastic": STOCHASTIC}.items():
+        rounding = options.get("grad_rounding", "nearest")
+        rows = PagedRows(page_length=64, grad_dtype=torch.bfloat16, rounding=rounding)
+        rows.append(torch.zeros(64, 256))
+        truth, generator, cells = torch.zeros(64, 256, dtype=torch.float64), torch.Generator().manual_seed(0), []
+        for done in range(1, SUMS[-1] + 1):
+            increment = mean + torch.randn(64, 256, generator=generator)
+            truth += increment
+            for view in rows.pages(64, with_grads=True):
+                rows.add_grad(view, increment)
+            if done in SUMS:
+                (grad,) = rows.grad(0, 64)
+                cells.append(f"{float((grad.double() - truth).norm() / truth.norm()):.1e}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    for mean in (0.0, 1.0):
+        sum_errors(mean)
     model = make_model(qwen_config(num_hidden_layers=4))
     with torch.no_grad():
         for parameter in model.parameters():
