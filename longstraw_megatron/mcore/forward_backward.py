@@ -50,7 +50,7 @@ from longstraw_megatron.mcore.prompt_batch import PromptMicrobatch, SampleCut, c
 from longstraw_megatron.mcore.prompt_checks import PromptOptions, agree, check_chunks, switch_off_overlap
 from longstraw_megatron.mcore.reductions import forgotten_grads_reduced
 from longstraw_megatron.mcore.sample_engine import ForwardStep, SampleEngine
-from longstraw_megatron.mcore.session import make_link
+from longstraw_megatron.mcore.session import make_link, make_residence
 from longstraw_megatron.mcore.step_plan import plan_step
 from longstraw_megatron.state import StateOptions
 
@@ -150,11 +150,17 @@ def _run_groups(
     prompt_groups = [replayed_group(microbatch.group) for microbatch in microbatches[0]]
     exact = options.exact and not forward_only
     traffic = Traffic()
+    state_options = StateOptions(
+        exact=exact,
+        page_length=options.page_length,
+        grad_dtype=options.grad_dtype,
+        residence=make_residence(options.location, device),
+    )
     works = [
         GroupWork(
             group,
             group_cut,
-            StateOptions(exact=exact, page_length=options.page_length, grad_dtype=options.grad_dtype),
+            state_options,
             cp_rank=groups.cp.rank(),
             num_chunks=len(chunks),
             device=device,

@@ -57,6 +57,7 @@ class PromptOptions:
     make_iterator: Callable[[Any], Any] = _one_item  # of a sample, for forward_step_func
     page_length: int = 65536  # rows of a page of prefix state
     grad_dtype: torch.dtype | None = None  # of its gradient; None: float32
+    location: Literal["device", "host"] = "device"  # where it rests between uses
     max_live_prefixes: int = 1
 
     def __post_init__(self):
@@ -64,7 +65,11 @@ class PromptOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RefusedError(f"{name} is {value}, wanted 1 or more.")
-        for name, legal in (("divide_by", ("microbatches", "branches")), ("style", ("zigzag", "contiguous"))):
+        for name, legal in (
+            ("divide_by", ("microbatches", "branches")),
+            ("style", ("zigzag", "contiguous")),
+            ("location", ("device", "host")),
+        ):
             if getattr(self, name) not in legal:
                 raise RefusedError(f"{name} is {getattr(self, name)!r}, wanted one of {list(legal)}.")
 

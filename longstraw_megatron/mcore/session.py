@@ -17,7 +17,12 @@ from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.trainer import Trainer, TrainerOptions
 from longstraw_megatron.mcore.weights import init_random_weights, load_hf_weights
 from longstraw_megatron.ops.staging import HostStaging
-from longstraw_megatron.state import OnDevice, StateOptions
+from longstraw_megatron.state import OnDevice, Residence, StateOptions
+
+
+def make_residence(location: str, device: torch.device) -> Residence:
+    """Where prefix state rests: `device`, or `host` memory."""
+    return HostStaging(device) if location == "host" else OnDevice()
 
 
 def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
@@ -35,7 +40,7 @@ def learner_options(config: Config, context: ParallelContext) -> LearnerOptions:
             page_length=config.state.page_length,
             grad_dtype=grad_dtype,
             grad_rounding=config.state.grad_rounding,
-            residence=HostStaging(context.device) if config.state.location == "host" else OnDevice(),
+            residence=make_residence(config.state.location, context.device),
         ),
         objective=config.objective,
         logprob_block=config.logprob_block,

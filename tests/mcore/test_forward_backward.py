@@ -62,6 +62,7 @@ ONE = {
     ),
     "loss scale": (Pipeline(overrides={"grad_scale_func": lambda loss: loss * 64}), "scaled", {}),
     "two prefixes live": (Pipeline(), "scaled", {"max_live_prefixes": 2}),
+    "state on the host": (Pipeline(), "scaled", {"location": "host"}),
     "sparse attention and experts": (Pipeline(model="glm"), "scaled", {}),
 }
 

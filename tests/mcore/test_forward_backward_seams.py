@@ -334,7 +334,11 @@ def test_a_sample_is_cut_as_the_pipeline_pads_it():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"segment_length": 0}, "segment_length is 0"), ({"divide_by": "groups"}, "divide_by is 'groups'")],
+    [
+        ({"segment_length": 0}, "segment_length is 0"),
+        ({"divide_by": "groups"}, "divide_by is 'groups'"),
+        ({"location": "disk"}, "location is 'disk'"),
+    ],
 )
 def test_options_are_checked(changes, message):
     with pytest.raises(RefusedError, match=message):

@@ -110,6 +110,31 @@ def test_reasons(pp_rank, name, to, reason):
     assert str(error.value) == reason
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "reason"),
+    [
+        ("p0.0@0", "P0.0@0", "Rank 0 does p0.0@0 before the last PREFILL of its group."),
+        ("p0.2@0", "F0.0@0", "Rank 0 does p0.2@0 before the FORWARD of the microbatch before its own."),
+        ("F0.0@0", "p0.1@0", "Rank 0 does F0.0@0 before the last BLOCK_PREFILL of its microbatch."),
+        ("w0.1@0", "B0.0@0", "Rank 0 does w0.1@0 before the BACKWARD of its microbatch."),
+        ("w0.0@0", "w0.1@0", "Rank 0 does w0.0@0 where unit 1 is next."),
+        ("W0.0@0", "w0.2@0", "Rank 0 does W0.0@0 before the last BLOCK_BACKWARD of its group."),
+    ],
+)
+def test_reasons_of_blocks(name, to, reason):
+    description = Description(groups=(GroupShape(1, 2, blocks=(2, 1)),))
+    with pytest.raises(PlanError) as error:
+        check_plan(_moved(make_plan(description), 0, name, to), description)
+    assert str(error.value) == reason
+
+
+def test_a_branch_lives_from_its_first_block_to_its_walk():
+    description = Description(groups=(GroupShape(1, 2, blocks=(1, 1)),))
+    plan = _moved(make_plan(description), 0, "p0.1@0", "w0.0@0")
+    with pytest.raises(PlanError, match=r"^Rank 0 does p0\.1@0 while 1 branch graphs live, which is the limit\.$"):
+        check_plan(plan, description)
+
+
 def test_reasons_of_counts():
     plan = make_plan(TWO_STAGES)
     with pytest.raises(PlanError, match=r"^Rank 1 does .*0\.1@1 0 times, wanted once\.$"):

@@ -45,6 +45,30 @@ def test_two_stages_in_full():
     ]
 
 
+def test_blocks_of_a_long_response_in_full():
+    """The first branch has two blocks before its last one: scored before its FORWARD, walked behind its BACKWARD."""
+    description = Description(groups=(GroupShape(1, 2, blocks=(2, 0)),), pp_size=2)
+    plan = make_plan(description)
+    assert [" ".join(map(str, actions)) for actions in plan] == [
+        "P0.0@0 sf:P0.0@0 p0.0@0 sf:p0.0@0 p0.1@0 sf:p0.1@0 F0.0@0 sf:F0.0@0 F0.1@0 sf:F0.1@0 rb:B0.0@0 B0.0@0 "
+        "rb:w0.1@0 w0.1@0 rb:w0.0@0 w0.0@0 rb:B0.1@0 B0.1@0 rb:W0.0@0 W0.0@0",
+        "rf:P0.0@1 P0.0@1 rf:p0.0@1 p0.0@1 rf:p0.1@1 p0.1@1 rf:F0.0@1 F0.0@1 B0.0@1 sb:B0.0@1 w0.1@1 sb:w0.1@1 "
+        "w0.0@1 sb:w0.0@1 rf:F0.1@1 F0.1@1 B0.1@1 sb:B0.1@1 W0.0@1 sb:W0.0@1",
+    ]
+    report = check_plan(plan, description)
+    assert (report.peak_live_branches, report.peak_kept_blocks) == ((2, 1), (2, 2))
+
+
+def test_blocks_waste_no_more_time_than_whole_branches():
+    """A stage scores the blocks of the next branch while it waits for the walk of this one."""
+    groups = (GroupShape(4, 8),), (GroupShape(4, 8, blocks=(4,) * 8),)
+    bubbles = [
+        check_plan(make_plan(description), description).bubble_fraction
+        for description in (Description(groups=shapes, pp_size=4) for shapes in groups)
+    ]
+    assert bubbles[1] < bubbles[0]
+
+
 def test_the_next_group_fills_bubbles_where_two_prefixes_may_live():
     groups = (GroupShape(2, 2), GroupShape(2, 1))
     assert _draw(Description(groups=groups, pp_size=2, exact=False)) == [
