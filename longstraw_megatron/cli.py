@@ -11,6 +11,7 @@ from longstraw_megatron.errors import RefusedError
 COMMANDS = {
     "bench": ("longstraw_megatron.bench", "dense training against gradient=detached and exact: time and peak memory"),
     "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
+    "plan": ("longstraw_megatron.planner", "memory by item and seconds by phase of a layout, or of all of them"),
 }
 REFUSED = 2
 

@@ -120,6 +120,57 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlopsConfig:
+    """Dense FLOP/s of a device by the dtype that is multiplied."""
+
+    bf16: float
+    fp32: float
+    fp64: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencyConfig:
+    """The parts of a peak rate that are reached: measured, or an estimate where the file says nothing."""
+
+    matmul: float
+    attention: float  # softmax attention, of the matmul peak
+    delta_rule: float  # of the matmul peak
+    index: float  # scores and top-k of sparse attention's indexer, of the matmul peak
+    sparse_attention: float  # over gathered rows, of the matmul peak
+    memory: float
+    link: float
+    network: float
+    host: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """A device and its links, for the planner. Rates are per second, of one device, in one direction."""
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    memory_bytes: int | None  # as the driver reports it; None: what this machine has free
+    matmul_flops: FlopsConfig
+    memory_bandwidth: float
+    link_bandwidth: float  # between the devices of a node
+    network_bandwidth: float  # of a device's share, between nodes
+    host_bandwidth: float  # to host memory
+    gpus_per_node: int
+    reserved_bytes: float  # context, NCCL and cuBLAS: what no tensor takes
+    fragmentation: float  # of what a step allocates, the part that the allocator can't use again
+    efficiency: EfficiencyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    search: bool  # rank all layouts of `num_gpus` instead of planning `parallel`
+    num_gpus: int | None  # None: the fewest that the layout divides
+    dry_run: bool  # run the worst rank on fake tensors too
+    draw: bool  # the schedule as text, and as a PNG in run_dir
+    enforce: bool  # train.py: refuse what doesn't fit the device
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run. Lengths are in tokens."""
 
@@ -146,11 +197,13 @@ class Config:
     trainer: TrainerConfig
     run_dir: str
     wandb: WandbConfig
-    prompt_length: int  # this and the next three: the workload and output of `longstraw bench`
+    prompt_length: int  # this and the next three: the workload and output of `longstraw bench` and `longstraw plan`
     response_length: int
     group_size: int
     format: Literal["table", "json"]
     bench: BenchConfig
+    hardware: HardwareConfig  # what `longstraw plan` plans for
+    plan: PlanConfig
 
     def __post_init__(self):
         _check(self)
@@ -158,10 +211,12 @@ class Config:
 
 AT_LEAST = {
     0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps", "optimizer.weight_decay")
-    + ("optimizer.clip_grad", "state.reuse_steps"),
+    + ("optimizer.clip_grad", "state.reuse_steps")
+    + ("hardware.memory_bytes", "hardware.reserved_bytes", "hardware.fragmentation"),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
     + ("response_block", "state.reuse_check_every")
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
+    + ("plan.num_gpus", "hardware.gpus_per_node")
     + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size", "bench.repeats")
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
 }
@@ -216,12 +271,26 @@ def _check(config: Config) -> None:
         raise RefusedError(f"optimizer.eps must be above 0, got {optimizer.eps}.")
     if optimizer.min_lr > optimizer.lr:
         raise RefusedError(f"optimizer.min_lr must not exceed optimizer.lr, got {optimizer.min_lr} and {optimizer.lr}.")
+    _check_hardware(config.hardware)
     if trainer.save_dir is None:
         for key, value in (("save_every", trainer.save_every), ("keep", trainer.keep)):
             if value is not None:
                 raise RefusedError(f"trainer.{key}={value} needs trainer.save_dir, got none; name a folder.")
         if trainer.resume == "auto":
             raise RefusedError("trainer.resume=auto looks in trainer.save_dir, got none; name the folder.")
+
+
+def _check_hardware(hardware: HardwareConfig) -> None:
+    rates = {"": hardware, "matmul_flops.": hardware.matmul_flops, "efficiency.": hardware.efficiency}
+    for prefix, group in rates.items():
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            is_part = prefix == "efficiency."
+            if not (is_part or prefix or field.name.endswith("_bandwidth")):
+                continue
+            if not value > 0 or (is_part and value > 1):
+                wanted = "above 0 and at most 1" if is_part else "above 0"
+                raise RefusedError(f"hardware.{prefix}{field.name} must be {wanted}, got {value}.")
 
 
 def check_world_size(config: Config, world_size: int) -> int:

@@ -104,6 +104,15 @@ def past_exports(config: Config, steps_done: int) -> list[str]:
     ]
 
 
+def check_memory(config: Config, groups: list[PromptGroup], world_size: int, memory_bytes: float) -> None:
+    """Refuse a run whose plan exceeds `memory_bytes`, the memory of each rank's device (`plan.enforce`)."""
+    from longstraw_megatron.plan.enforce import refuse_too_big
+    from longstraw_megatron.plan.workload import Workload
+
+    if config.plan.enforce:
+        refuse_too_big(config, Workload.of_groups(groups), num_gpus=world_size, memory_bytes=memory_bytes)
+
+
 def check_routed_experts(config: Config, groups: list[PromptGroup]) -> None:
     """Router replay needs the experts of every MoE layer for every branch, or for none."""
     given = [(group, i, branch) for group in groups for i, branch in enumerate(group.branches)]
@@ -217,6 +226,13 @@ def _is_first_to_refuse() -> bool:
         return True
 
 
+def _device_memory(config: Config, world_size: int) -> int:
+    from longstraw_megatron.mcore.monitor import device_memory
+    from longstraw_megatron.mcore.parallel import pick_device
+
+    return device_memory(pick_device(config.device), int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 refused, 1 failed."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -224,7 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(sys.argv[1:] if argv is None else list(argv))
         config = resolve_auto(config, cuda_available=torch.cuda.is_available())
-        groups = check(config, int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        groups = check(config, world_size)
+        check_memory(config, groups, world_size, _device_memory(config, world_size))
         run(config, groups)
     except RefusedError as error:
         if _is_first_to_refuse():

@@ -46,6 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (EVERYTHING, ("torch.distributed",)),
     "cli": (EVERYTHING, ()),
     "doctor": (EVERYTHING, ("packaging", "psutil")),
+    "planner": (EVERYTHING, ()),
     "bench": (EVERYTHING, ("torch.distributed", "megatron", "psutil")),
 }
 # Who may read environment variables, as dotted names below the package.

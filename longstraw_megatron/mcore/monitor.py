@@ -29,6 +29,18 @@ def peak_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def free_host_memory() -> int:
+    """Bytes of host memory that a new process can take without swapping."""
+    return psutil.virtual_memory().available
+
+
+def device_memory(device: torch.device, local_ranks: int) -> int:
+    """Bytes of a rank's device: all of a GPU's; of a CPU's free memory an equal share for each rank of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return free_host_memory() // local_ranks
+
+
 @dataclass
 class PhaseStats:
     seconds: float = 0.0

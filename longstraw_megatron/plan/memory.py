@@ -1,0 +1,383 @@
+"""Bytes of each rank by item, from the model's shape, the layout, the workload and the run's keys.
+
+No process group, no tensor. What is counted is what tensors take; a hardware's `reserved` and `fragmentation` are
+added for what no tensor says. Ranks of one pipeline stage hold equal amounts, so a stage stands for its ranks. The
+items are those of the moment that takes most: prefill, replay or walk of the prompt's end, where the prefix is whole.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from longstraw_megatron.config import Config, check_world_size
+from longstraw_megatron.layout import cut_sequences
+from longstraw_megatron.layout.runs import SegmentLayout
+from longstraw_megatron.mcore.architectures import text_config
+from longstraw_megatron.mcore.group_work import segment_lengths
+from longstraw_megatron.plan import temporaries
+from longstraw_megatron.plan.activations import FLOAT32, Shape, layer_graph
+from longstraw_megatron.plan.items import Item
+from longstraw_megatron.plan.parameters import Parameters, Stage, count_parameters, layer_kinds, stages_of
+from longstraw_megatron.plan.workload import Workload
+from longstraw_megatron.schedule import Description, GroupShape, PlanReport, check_plan, make_plan
+
+ITEMSIZES = {"bf16": 2, "fp32": 4, "fp64": 8}
+MOMENTS = 2  # of AdamW, float32 at least
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run's keys, a workload and a number of GPUs, with what follows from them. `config` has no `auto` left."""
+
+    config: Config
+    workload: Workload
+    num_gpus: int
+
+    @cached_property
+    def hf(self) -> dict:
+        return text_config(self.config.model.hf_config)
+
+    @cached_property
+    def dp(self) -> int:
+        return check_world_size(self.config, self.num_gpus)
+
+    @property
+    def expert_dp(self) -> int:
+        p = self.config.parallel
+        return self.num_gpus // (p.ep * p.etp * p.pp)
+
+    @property
+    def exact(self) -> bool:
+        return self.config.gradient == "exact"
+
+    @cached_property
+    def shape(self) -> Shape:
+        config = self.config
+        return Shape(self.hf, config.parallel, ITEMSIZES[config.precision], fused=config.device == "cuda")
+
+    @cached_property
+    def kinds(self) -> list[tuple[str, str]]:
+        return layer_kinds(self.hf)
+
+    def stages(self, pp_rank: int) -> list[Stage]:
+        return stages_of(self.hf, self.config.parallel)[pp_rank :: self.config.parallel.pp]
+
+    def cut(self, lengths: list[int]) -> SegmentLayout:
+        """The shards of a segment of so many tokens, or of a microbatch of such responses."""
+        p = self.config.parallel
+        return cut_sequences(lengths, cp_size=p.cp, multiple=p.tp if p.sp else 1, style="zigzag", min_rows=1)
+
+    @cached_property
+    def segments(self) -> list[int]:
+        """Lengths of the prompt's segments."""
+        return segment_lengths(self.workload.prefix_length, self.config.segment_length)
+
+    @cached_property
+    def segment_rows(self) -> int:
+        """Rows of a shard of the longest segment, 0 without one."""
+        return self.cut([self.segments[0]]).rows if self.segments else 0
+
+    @cached_property
+    def prefix_rows(self) -> int:
+        """The most rows of the prefix that a context-parallel rank holds."""
+        counts = Counter(self.segments)
+        cuts = {length: self.cut([length]) for length in counts}
+        ranks = range(self.config.parallel.cp)
+        return max(sum(cuts[length].valid(r) * n for length, n in counts.items()) for r in ranks)
+
+    @cached_property
+    def microbatches(self) -> list[list[int]]:
+        """Response lengths of each microbatch."""
+        lengths, size = list(self.workload.response_lengths), self.config.branches_per_microbatch
+        return [lengths[i : i + size] for i in range(0, len(lengths), size)]
+
+    @cached_property
+    def microbatch_rows(self) -> int:
+        """The most rows of a shard of a microbatch."""
+        return max(self.cut(lengths).rows for lengths in self.microbatches)
+
+    def description(self, num_groups: int = 1) -> Description:
+        """The schedule of one optimizer step of a data-parallel rank with so many groups."""
+        p = self.config.parallel
+        return Description(
+            groups=(GroupShape(len(self.segments), len(self.microbatches)),) * num_groups,
+            pp_size=p.pp,
+            vpp_size=p.vpp,
+            exact=self.exact,
+            max_live_prefixes=self.config.schedule.max_live_prefixes,
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A pipeline rank's bytes: `phases` has each moment's items on the device, `host` what lies in host memory."""
+
+    pp_rank: int
+    first_rank: int  # of the ranks of this stage, which hold equal amounts
+    num_ranks: int
+    parameters: Parameters
+    phases: dict[str, dict[Item, int]]
+    host: dict[Item, int]
+
+    @property
+    def phase(self) -> str:
+        """The moment that takes most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def items(self) -> dict[Item, int]:
+        return self.phases[self.phase]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def tensors(self) -> int:
+        """Without the allowance: what a dry run or an allocator counts."""
+        return self.total - self.items[Item.FRAGMENTATION]
+
+    @property
+    def host_total(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every pipeline rank's bytes."""
+
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def worst(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+
+def _kept_state(layout: Layout, stage: Stage) -> dict[Item, int]:
+    """The prefix state that one prompt leaves on a stage, with its gradients."""
+    shape, hf, rows = layout.shape, layout.hf, layout.prefix_rows
+    config = layout.config
+    grad = {"auto": shape.float_itemsize, "fp32": 4, "bf16": 2}[config.state.grad_dtype]
+    parts = config.parallel.tp if config.parallel.sp else 1
+    items: Counter[Item] = Counter()
+    for layer in stage.layers:
+        attention, mlp = layout.kinds[layer]
+        with_gradient = without = 0
+        if attention == "softmax":
+            with_gradient = rows * 2 * shape.key_value_heads * hf["head_dim"]
+        elif attention in ("full", "shared"):
+            with_gradient = rows * shape.latent
+            without = rows * hf["index_head_dim"] if attention == "full" else 0
+        else:
+            values, grads = _boundaries(layout)
+            items[Item.BOUNDARIES] += values
+            items[Item.BOUNDARY_GRADIENTS] += grads
+        items[Item.STATE] += (with_gradient + without) * shape.itemsize
+        if layout.exact:
+            items[Item.STATE_GRADIENTS] += with_gradient * grad
+        if mlp == "sparse":
+            # every row is routed, padding too
+            padded = layout.segment_rows * len(layout.segments) // parts
+            items[Item.STATE] += padded * hf["num_experts_per_tok"] * (1 if hf["n_routed_experts"] <= 256 else 2)
+    return items
+
+
+def _boundaries(layout: Layout) -> tuple[int, int]:
+    """(values, gradients) of a delta-rule layer: all boundaries where exact, and gradients of two at a time."""
+    shape, hf, cp = layout.shape, layout.hf, layout.config.parallel.cp
+    heads = shape.over_tp(hf["linear_num_value_heads"])
+    state = -(-heads * hf["linear_key_head_dim"] * hf["linear_value_head_dim"] // cp) * shape.float_itemsize
+    # where the state is relayed every rank keeps the whole tail
+    channels = shape.delta_channels if shape.relays else shape.delta_channels // cp
+    tail = (hf["linear_conv_kernel_dim"] - 1) * channels * shape.itemsize
+    number = len(layout.segments)
+    if not layout.exact:
+        return min(number, 1) * (state + tail), 0
+    return number * (state + tail), min(number, 2) * (state + tail)
+
+
+def _graph(layout: Layout, layers: range, rows: int) -> int:
+    """What a stage's layers keep for the backward of a pass of `rows`, recompute considered, without temporaries."""
+    shape = layout.shape
+    if layout.config.recompute == "full":
+        parts = layout.config.parallel.tp if layout.config.parallel.sp else 1
+        return len(layers) * (rows // parts) * shape.hidden * shape.itemsize
+    return sum(part.nbytes(shape, rows) for i in layers for part in layer_graph(shape, layout.kinds[i]))
+
+
+def _beside(layout: Layout, kind: tuple[str, str], rows: int, prefix_rows: int) -> tuple[int, int]:
+    """(graph, buffers) at the worst moment of one layer's backward, over what the other layers keep."""
+    shape, exact = layout.shape, layout.exact
+    attention, mlp = layer_graph(shape, kind)
+    mlp_graph = mlp.nbytes(shape, rows)
+    buffers = 0
+    if kind[0] == "softmax":
+        page = max(min(layout.config.state.page_length, prefix_rows), rows)
+        moment = temporaries.softmax_backward(shape, rows, page)
+        buffers = temporaries.attention_buffers(shape, rows, prefix_rows, exact=exact, backward=True)
+    elif kind[0] == "delta":
+        moment = temporaries.delta_backward(shape, rows)
+    else:
+        moment = temporaries.sparse_gather(shape, rows, prefix_rows, backward=True)
+        travel = temporaries.sparse_travel(shape, rows, prefix_rows, exact=exact, backward=True)
+        buffers = temporaries.travel_buffer(travel)
+    moment -= mlp_graph  # the MLP's graph is gone when attention's backward begins
+    graph = max(moment + buffers, temporaries.mlp_backward(shape, kind[1], rows)) - buffers
+    if layout.config.recompute == "full":
+        graph += attention.nbytes(shape, rows) + mlp_graph
+    return graph, buffers
+
+
+def _forward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int) -> tuple[int, int]:
+    """(graph, buffers) at the worst moment of a forward: index scores, gathered rows, or one layer's intermediates."""
+    shape, exact = layout.shape, layout.exact
+    worst = (0, 0)
+    for kind in {layout.kinds[i] for i in layers}:
+        moment = sum(part.nbytes(shape, rows) for part in layer_graph(shape, kind)) * 3 // 4
+        buffers = 0
+        if kind[0] == "softmax":
+            buffers = temporaries.attention_buffers(shape, rows, prefix_rows, exact=exact, backward=False)
+        elif kind[0] != "delta":
+            attention = layer_graph(shape, kind)[0].nbytes(shape, rows) // 2
+            gather = temporaries.sparse_gather(shape, rows, prefix_rows, backward=False)
+            travel = temporaries.sparse_travel(shape, rows, prefix_rows, exact=exact, backward=False)
+            buffers = temporaries.travel_buffer(travel)
+            moment = max(moment, attention + gather)
+            if kind[0] == "full":
+                scores = temporaries.index_scores(shape, rows, prefix_rows)
+                scores += temporaries.travel_buffer(temporaries.index_travel(shape, rows, prefix_rows))
+                moment = max(moment, attention + scores - buffers)
+        worst = max(worst, (moment, buffers), key=sum)
+    return worst
+
+
+def _backward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int) -> tuple[int, int]:
+    """(graph, buffers) of a pass with a graph at its worst moment: in forward behind most layers, or in backward."""
+    whole = _graph(layout, layers, rows)
+    graph, buffers = max((_beside(layout, layout.kinds[i], rows, prefix_rows) for i in set(layers)), key=sum)
+    worst = (whole + graph, buffers)
+    last_full = max((i for i in layers if layout.kinds[i][0] == "full"), default=None)
+    if last_full is not None:
+        before = _graph(layout, range(layers.start, last_full), rows)
+        moment, buffers = _forward_moment(layout, range(last_full, last_full + 1), rows, prefix_rows)
+        worst = max(worst, (before + moment, buffers), key=sum)
+    return worst
+
+
+def _head(layout: Layout, rows: int) -> int:
+    """The head at its worst moment: a block of logits, and the gradient of its weight."""
+    shape, config = layout.shape, layout.config
+    vocab = shape.over_tp(layout.hf["vocab_size"])
+    low = shape.itemsize if shape.itemsize < FLOAT32 else 0
+    block = min(config.logprob_block, rows) * vocab * (shape.float_itemsize + low)
+    return block + vocab * shape.hidden * (shape.float_itemsize + low)
+
+
+class _StagePlanner:
+    """The moments of one pipeline rank."""
+
+    def __init__(self, layout: Layout, report: PlanReport, pp_rank: int):
+        self.layout, self.report, self.pp_rank = layout, report, pp_rank
+        self.stages = layout.stages(pp_rank)
+        self.parameters = count_parameters(layout.config.model.hf_config, layout.config.parallel, pp_rank)
+        self.fixed = self._fixed()
+        self.state = Counter()
+        for stage in self.stages:
+            self.state.update(_kept_state(layout, stage))
+        for item in self.state:
+            self.state[item] *= report.peak_live_prefixes[pp_rank]
+
+    def _fixed(self) -> dict[Item, int]:
+        """Weights, gradients and optimizer."""
+        layout, parameters, size = self.layout, self.parameters, self.layout.shape.itemsize
+        floats = max(size, FLOAT32)
+        per_element = MOMENTS * floats + (FLOAT32 if size < FLOAT32 else 0)
+        dense = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
+        experts = -(-parameters.trained_expert // layout.expert_dp)
+        return {
+            Item.WEIGHTS: parameters.total * size + parameters.buffers * FLOAT32,
+            Item.GRADIENTS: parameters.trained * floats,
+            Item.OPTIMIZER: (dense + experts) * per_element,
+        }
+
+    def _stage_inputs(self, rows: int, number: int) -> int:
+        layout = self.layout
+        parts = layout.config.parallel.tp if layout.config.parallel.sp else 1
+        return number * (rows // parts) * layout.shape.hidden * layout.shape.itemsize
+
+    def _kept_inputs(self) -> int:
+        """Inputs kept for the walk; those of the first stage are tokens."""
+        number = self.report.peak_kept_inputs[self.pp_rank]
+        if self.stages[0].embedding:
+            number = number * (len(self.stages) - 1) // len(self.stages)
+        return self._stage_inputs(self.layout.segment_rows, number)
+
+    def _moment(self, state: tuple[Item, ...], graph: int, buffers: int, logits: int, held: int) -> dict[Item, int]:
+        passing = {item: self.state[item] for item in state}
+        passing[Item.STAGE_INPUTS] = self._kept_inputs() + held
+        passing |= {Item.GRAPH: max(graph, 0), Item.COMMUNICATION: buffers, Item.LOGITS: logits}
+        hardware = self.layout.config.hardware
+        allowance = int(hardware.reserved_bytes + hardware.fragmentation * sum(passing.values()))
+        return self.fixed | passing | {Item.FRAGMENTATION: allowance}
+
+    def _sequence_buffer(self, rows: int) -> int:
+        """Megatron's buffer of an all-gather of a sequence-parallel shard."""
+        return rows * self.layout.shape.hidden * self.layout.shape.itemsize if self.layout.config.parallel.sp else 0
+
+    def phases(self) -> dict[str, dict[Item, int]]:
+        layout, shape = self.layout, self.layout.shape
+        values = (Item.STATE, Item.BOUNDARIES)
+        every = (*values, Item.STATE_GRADIENTS, Item.BOUNDARY_GRADIENTS)
+        rows, prefix_rows = layout.segment_rows, layout.prefix_rows
+        earlier_rows = max(prefix_rows - rows, 0)  # of the last segment's prefix
+        has_output = any(stage.output for stage in self.stages)
+        held = self.report.peak_held_inputs[self.pp_rank]
+
+        def worst(moment: Callable, rows: int, prefix_rows: int) -> tuple[int, int]:
+            graph, buffers = max((moment(layout, s.layers, rows, prefix_rows) for s in self.stages), key=sum)
+            return graph, buffers + self._sequence_buffer(rows)
+
+        found = {}
+        if rows:
+            found["prefill"] = self._moment(
+                values, *worst(_forward_moment, rows, earlier_rows), 0, self._stage_inputs(rows, held)
+            )
+        branch_rows = layout.microbatch_rows
+        graph, buffers = worst(_backward_moment, branch_rows, prefix_rows)
+        per_graph = max(_graph(layout, s.layers, branch_rows) for s in self.stages)
+        graph += (self.report.peak_live_graphs[self.pp_rank] - 1) * per_graph
+        whole_rows = branch_rows  # of the head: sequence parallelism gathers them
+        logits = _head(layout, whole_rows) if has_output else 0
+        if has_output:
+            # the head's moment comes before any layer's backward: what it takes replaces their temporaries
+            live = self.report.peak_live_graphs[self.pp_rank] * per_graph
+            graph, logits = (live, logits) if live + logits > graph else (graph, 0)
+        replay = every if layout.exact else values
+        found["replay"] = self._moment(replay, graph, buffers, logits, self._stage_inputs(branch_rows, held))
+        if layout.exact and rows:
+            graph, buffers = worst(_backward_moment, rows, earlier_rows)
+            embedding = shape.over_tp(layout.hf["vocab_size"]) * shape.hidden * shape.itemsize
+            if any(stage.embedding for stage in self.stages):
+                graph = max(graph, embedding)  # the dense gradient of the embedding, behind the last layer's backward
+            found["walk"] = self._moment(every, graph, buffers, 0, self._stage_inputs(rows, held))
+        return found
+
+
+def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
+    """Bytes by item of every pipeline rank.
+
+    Raises:
+        RefusedError: a layout that does not cut the model or the GPUs.
+    """
+    p = layout.config.parallel
+    description = layout.description(num_groups)
+    report = check_plan(make_plan(description), description)
+    per_stage = layout.num_gpus // p.pp
+    stages = []
+    for pp_rank in range(p.pp):
+        planner = _StagePlanner(layout, report, pp_rank)
+        stages.append(
+            StageMemory(pp_rank, pp_rank * per_stage, per_stage, planner.parameters, planner.phases(), host={})
+        )
+    return MemoryPlan(tuple(stages))

@@ -1,0 +1,89 @@
+"""The door: tables, JSON, pictures, and what it refuses."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from longstraw_megatron.compose import config_dir, load_config
+from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.plan.items import Item
+from longstraw_megatron.planner import main
+
+SMALL = ["prompt_length=4096", "segment_length=1024", "response_length=64", "group_size=4"]
+
+
+def test_table_pictures_and_schedule(tmp_path, capsys):
+    words = [*SMALL, "parallel.pp=2", "draw=true", f"run_dir={tmp_path}"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "tiny_qwen_hybrid, PP2 on 2 x cpu" in said and "state gradients" in said and "makespan" in said
+    assert said.count("rank 1 |") == 1
+    for name in ("plan_memory.png", "plan_schedule.png"):
+        assert len(set(Image.open(tmp_path / name).convert("RGB").get_flattened_data())) > 20
+
+
+def test_json_sums_up(tmp_path, capsys):
+    words = ["model=tiny_glm_dsa", *SMALL, "parallel.ep=2", "parallel.cp=2", "hardware=h100"]
+    assert main([*words, "format=json", f"run_dir={tmp_path}"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    (stage,) = tree["stages"]
+    assert tree["fits"] and tree["num_gpus"] == 2 and stage["ranks"] == [0, 1]
+    assert sum(stage["bytes"].values()) == stage["total_bytes"] == max(stage["phases"].values())
+    assert set(stage["bytes"]) <= set(Item)
+    time = tree["time"]
+    assert sum(time["phases"].values()) == pytest.approx(sum(time["work"].values()))
+
+
+def test_search_leaves_no_layout_out(tmp_path, capsys):
+    words = ["model=tiny_glm_dsa", *SMALL, "search=true", "num_gpus=8", "hardware=h100", "format=json"]
+    assert main([*words, f"run_dir={tmp_path}"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    # (tp, pp, cp, dp) of 8, each with every divisor of its 8 / pp as ep
+    shapes = [
+        (tp, pp, cp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if 8 % (tp * pp * cp) == 0
+    ]
+    wanted = sum(len([ep for ep in (1, 2, 4, 8) if (8 // pp) % ep == 0]) for _, pp, _ in shapes)
+    assert len(tree["layouts"]) + sum(tree["illegal"].values()) == wanted
+    assert any(reason.startswith("parallel.tp") for reason in tree["illegal"])  # 4 heads do not go over 8
+    steps = [found["time"]["step_seconds"] / found["parallel"]["dp"] for found in tree["layouts"] if found["fits"]]
+    assert steps == sorted(steps)
+
+
+def test_longer_prompts_take_longer_and_more(tmp_path, capsys):
+    found = []
+    for length in (65536, 262144):
+        words = ["model=qwen3_6_27b", "parallel=qwen_8gpu_tp4_cp2", "hardware=h20_141gb", f"prompt_length={length}"]
+        main([*words, "segment_length=16384", "format=json", f"run_dir={tmp_path}"])
+        found.append(json.loads(capsys.readouterr().out))
+    short, long = found
+    state = [tree["stages"][0]["bytes"]["state"] for tree in found]
+    assert state[1] / state[0] == pytest.approx(4, rel=1e-3)
+    # attention is quadratic in the prompt: 16 times, less what the responses' own attention adds linearly
+    assert 10 < long["time"]["work"]["attention"] / short["time"]["work"]["attention"] < 16
+    assert long["time"]["work"]["delta rule"] / short["time"]["work"]["delta rule"] < 4
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (config_dir() / "hardware").glob("*.yaml")))
+def test_every_hardware_file(name):
+    hardware = load_config([f"hardware={name}"]).hardware
+    assert hardware.name == name and (hardware.memory_bytes is None) == (name == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["hardware=h100", "device=cpu"], "hardware=h100 is a cuda device, got device=cpu"),
+        (["hardware=a100"], "h100"),
+        (["hardware.efficiency.matmul=1.5"], "at most 1"),
+        (["hardware.link_bandwidth=0"], "hardware.link_bandwidth"),
+        (["num_gpus=3", "parallel.cp=2"], "multiple of"),
+        (["num_gpus=0"], "plan.num_gpus"),
+        (["parallel.tp=5"], "parallel.tp=5 does not divide"),
+        (["searches=true"], "Unknown key 'searches'"),
+    ],
+)
+def test_refusals(words, says):
+    with pytest.raises(RefusedError) as refusal:
+        main(words)
+    assert says in str(refusal.value)
