@@ -89,7 +89,6 @@ REFUSALS = {
     "state.grad_rounding=stochastic": "state.grad_rounding=stochastic needs state.grad_dtype=bf16, got auto",
     "state.grad_rounding=up": "state.grad_rounding must be one of nearest, stochastic",
     "response_block=0": "response_block must be at least 1, got 0",
-    "plan.search=true": "Unknown key 'plan.search'",
     "hydra.run.dir=x": "Unknown key 'hydra.run.dir'",
     "model.hf_config.num_hiden_layers=3": "nearest: model.hf_config.num_hidden_layers",
     "model=foo": "Unknown choice of model 'foo'; choose from: glm_5_2, qwen3_6_27b, tiny_glm_dsa, tiny_qwen_hybrid",
