@@ -85,6 +85,7 @@ def local_candidates(
         return best
     for keys in prefix:
         _merge_scores(best[:valid], index_q[:valid], index_weights[:valid], keys, None)
+        del keys  # a staged page goes before another one is fetched
     for index_key, key_runs in own:
         for query in query_runs:
             for key in key_runs:

@@ -98,6 +98,7 @@ def attend_forward(
     how = {"softmax_scale": softmax_scale, "kernel": default_kernel(q.device, q.dtype)}
     for part in keys.prefix():
         merged.add(everything, *attention_forward(q, part.k, part.v, causal=False, **how))
+        del part  # a staged page goes before another one is fetched
     for block in attention_blocks(query_runs, keys.runs):
         q_block, k_block, v_block = q[block.query_rows], keys.k[block.key_rows], keys.v[block.key_rows]
         partial = attention_forward(q_block, k_block, v_block, causal=block.causal, **how)
@@ -124,6 +125,7 @@ def attend_backward(
         dq.add(everything, grad_q)
         if part.add_grad is not None:
             part.add_grad(*grads)
+        del part, grads
     for block in attention_blocks(query_runs, keys.runs):
         rows, key_rows = block.query_rows, block.key_rows
         grad_q, grad_k, grad_v = attention_backward(

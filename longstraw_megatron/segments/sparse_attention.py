@@ -148,10 +148,10 @@ def attend_tables(q: Tensor, tables: Iterator[Table], call: SparseCall) -> Tenso
     """Partial (out [n, N, C], lse [n, N]) of q [n, N, C + R] over the tables."""
     merged: Tensors | None = None
     for rows, index, _ in tables:
-        if index.shape[1] == 0:
-            continue
-        part = sparse_attention(q, rows, index, **call.kernel)
-        merged = part if merged is None else merge_partials(*merged, *part)
+        if index.shape[1]:
+            part = sparse_attention(q, rows, index, **call.kernel)
+            merged = part if merged is None else merge_partials(*merged, *part)
+        del rows  # a staged page goes before another one is fetched
     if merged is None:
         dtype = accumulation_dtype(q.dtype)
         out = q.new_zeros(*q.shape[:2], call.kv_lora_rank, dtype=dtype)
@@ -166,6 +166,7 @@ def attend_tables_backward(
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     for rows, index, add_grad in tables:
         sparse_attention_backward(dout, q, rows, index, out, lse, dq, add_grad, **call.kernel)
+        del rows
     return dq
 
 

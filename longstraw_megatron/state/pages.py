@@ -128,7 +128,8 @@ class PagedRows:
     def pages(
         self, stop: int, *, values: bool = True, with_grads: bool = False, select: Select | None = None
     ) -> Iterator[PageView]:
-        """Views of the rows before `stop`, in order; each is good until the next one is asked for.
+        """Views of the rows before `stop`, in order; each is good until the next one is asked for, and whoever wants no
+        more than two staged pages at a time lets go of its tensors by then.
 
         `with_grads` tells that gradients will be added to every view that takes any, `values=False` that nothing is
         read. `select` is asked where rows rest in host memory.
@@ -145,6 +146,8 @@ class PagedRows:
             finally:
                 view.closed = True
                 self._put_back(view)
+                if self.residence.stages:
+                    view.tensors = ()  # the copy goes before the next but one comes: two are there at a time
 
     def _begin(
         self, page: Page, stop: int, values: bool, with_grads: bool, select: Select | None

@@ -5,6 +5,7 @@ import torch
 
 from longstraw_megatron.ops.staging import HostStaging
 from longstraw_megatron.state import OnDevice, PagedRows
+from longstraw_megatron.testing.memory import peak_memory
 
 RESIDENCE = [OnDevice()]  # of the tables that a test makes
 
@@ -36,8 +37,8 @@ def spans(rows, stop=None):
 
 
 def read(rows, stop):
-    views = list(rows.pages(stop))
-    return [torch.cat([view.tensors[i] for view in views]) for i in range(2)] if views else []
+    pages = [view.tensors for view in rows.pages(stop)]
+    return [torch.cat([tensors[i] for tensors in pages]) for i in range(2)] if pages else []
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 11, 64])
@@ -73,9 +74,9 @@ def test_rows_are_copied_and_detached():
     rows = PagedRows(page_length=4, residence=RESIDENCE[0])
     rows.append(source, other)
     other.fill_(-1)
-    (view,) = rows.pages(2)
-    assert not view.tensors[0].requires_grad
-    assert torch.equal(view.tensors[1], rows_of(0, 2)[1])
+    (tensors,) = [view.tensors for view in rows.pages(2)]
+    assert not tensors[0].requires_grad
+    assert torch.equal(tensors[1], rows_of(0, 2)[1])
 
 
 def add_ones(rows, stop, scale=1.0):
@@ -174,8 +175,8 @@ def test_gradients_added_while_pages_are_walked_are_those_added_one_by_one():
         for view in walked.pages(10, with_grads=True):
             walked.add_grad(view, *view.tensors)
             walked.add_grad_at(view, torch.tensor([0, 1, 0]), torch.ones(3, 3), torch.ones(3, 2, 2))
-        for view in list(single.pages(10)):
-            single.add_grad(view, *view.tensors)
+        for view, tensors in [(view, view.tensors) for view in single.pages(10)]:
+            single.add_grad(view, *tensors)
             single.add_grad_at(view, torch.tensor([0, 1, 0]), torch.ones(3, 3), torch.ones(3, 2, 2))
     for view in walked.pages(3, values=False, with_grads=True):
         walked.add_grad(view, torch.ones(3, 3), torch.ones(3, 2, 2))
@@ -197,6 +198,19 @@ def test_the_next_page_is_fetched_before_this_one_is_given():
     for _ in rows.pages(11):
         events.append("use")
     assert events == ["fetch", "fetch", "use", "fetch", "use", "use"]
+
+
+def test_two_pages_are_staged_at_a_time():
+    """This one and the next, each with its values and its sums."""
+    rows = PagedRows(page_length=64, capacity=8 * 64, residence=HostStaging(torch.device("cpu")))
+    rows.append(torch.ones(8 * 64, 16))
+    rows.make_grads()
+    grad = torch.ones(64, 16)
+    with peak_memory() as recorder:
+        for view in rows.pages(8 * 64, with_grads=True):
+            rows.add_grad(view, grad)
+    assert 0 < recorder.peak <= 2 * (64 * 16 * 4) * 2
+    assert torch.equal(rows.grad(0, 8 * 64)[0], torch.ones(8 * 64, 16))
 
 
 def test_selected_rows_alone_are_fetched_and_get_their_gradients():
