@@ -27,5 +27,11 @@ def keep_state(out: Tensor, segment: Segment, layer_number: int, *states: Tensor
     if segment.mode is Mode.PREFILL:
         boundaries.put(segment.index + 1, *(state.clone() for state in states))
     elif segment.mode is Mode.WALK and torch.is_grad_enabled():
-        out = inject_grad(out, lambda: boundaries.grad(segment.index + 1), *states)
+        dtypes = [state.dtype for state in states]
+
+        def take() -> tuple[Tensor, ...] | None:
+            grads = boundaries.grad(segment.index + 1)
+            return grads and tuple(grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
+
+        out = inject_grad(out, take, *states)
     return out

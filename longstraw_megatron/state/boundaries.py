@@ -41,12 +41,13 @@ class BoundaryStates:
         return self._owner(boundary).keep_all
 
     def add_grad(self, boundary: int, *grads: Tensor) -> None:
-        """Add to the gradient of the state at `boundary`."""
+        """Add to the gradient of the state at `boundary`, in float32 at least: every branch adds to the last one."""
         owner = self._owner(boundary)
         if boundary not in owner._grads:
             values = owner._values[boundary]
             owner._grads[boundary] = tuple(
-                torch.zeros_like(value, device=grad.device) for value, grad in zip(values, grads, strict=True)
+                torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32), device=grad.device)
+                for value, grad in zip(values, grads, strict=True)
             )
         for accumulator, grad in zip(owner._grads[boundary], grads, strict=True):
             accumulator += grad

@@ -102,6 +102,16 @@ def test_a_branch_behind_a_detached_prompt_takes_gradients_for_itself_alone():
     assert (parent.nbytes()["rows"], child.nbytes()["rows"]) == (32, 16)
 
 
+def test_sums_of_bfloat16_states_are_float32():
+    states = BoundaryStates(keep_all=True)
+    states.put(1, torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64))
+    for _ in range(300):  # in bfloat16 a sum of ones stops at 256
+        states.add_grad(1, torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64))
+    tail, recurrent = states.grad(1)
+    assert (tail.dtype, recurrent.dtype) == (torch.float32, torch.float64)
+    assert tail[0, 0] == recurrent[0] == 300
+
+
 def test_boundaries_in_host_memory():
     states = BoundaryStates(keep_all=True, residence=HostStaging(torch.device("cpu")))
     tail, recurrent = state_of(2)
