@@ -86,6 +86,8 @@ class OptimizerConfig:
     betas: tuple[float, float]
     eps: float
     clip_grad: float  # 0: no clipping
+    optimizer_cpu_offload: bool  # main weights and moments in host memory, and the update there
+    optimizer_offload_fraction: float  # of the parameters, whose update goes to the host; above 0
     grad_reduce_in_fp32: bool  # bf16 weights: main gradients in float32; false: in bf16, half the memory
 
 
@@ -233,6 +235,24 @@ def get_key(config: Config, key: str) -> Any:
     return value
 
 
+def _check_offload(optimizer: OptimizerConfig, precision: str) -> None:
+    if not 0 < optimizer.optimizer_offload_fraction <= 1:
+        raise RefusedError(
+            f"optimizer.optimizer_offload_fraction must lie in (0, 1], got {optimizer.optimizer_offload_fraction}; "
+            "optimizer.optimizer_cpu_offload=false keeps all on the device."
+        )
+    if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
+        raise RefusedError(
+            f"optimizer.optimizer_offload_fraction={optimizer.optimizer_offload_fraction} needs "
+            "optimizer.optimizer_cpu_offload=true, got false; set both."
+        )
+    if optimizer.optimizer_cpu_offload and precision not in ("auto", "bf16"):
+        raise RefusedError(
+            f"optimizer.optimizer_cpu_offload=true takes bf16 weights (Megatron's takes no others), got "
+            f"precision={precision}; set precision=bf16."
+        )
+
+
 def _check(config: Config) -> None:
     for least, keys in AT_LEAST.items():
         for key in keys:
@@ -272,6 +292,7 @@ def _check(config: Config) -> None:
     if optimizer.min_lr > optimizer.lr:
         raise RefusedError(f"optimizer.min_lr must not exceed optimizer.lr, got {optimizer.min_lr} and {optimizer.lr}.")
     _check_hardware(config.hardware)
+    _check_offload(optimizer, config.precision)
     if trainer.save_dir is None:
         for key, value in (("save_every", trainer.save_every), ("keep", trainer.keep)):
             if value is not None:

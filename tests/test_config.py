@@ -95,6 +95,9 @@ REFUSALS = {
     "objective=ppo": "choose from: cispo, dapo, dr_grpo, grpo, gspo",
     "objective=_base": "Unknown choice of objective '_base'",
     "parallel=[a]": "Unknown choice of parallel",
+    "optimizer.optimizer_offload_fraction=0": "must lie in (0, 1], got 0.0",
+    "optimizer.optimizer_offload_fraction=2": "must lie in (0, 1], got 2.0",
+    "optimizer.optimizer_offload_fraction=0.5": "needs optimizer.optimizer_cpu_offload=true, got false",
     "trainable=some": "trainable must be all or a list, got 'some'",
     "state.stage_inputs=disk": "state.stage_inputs must be one of device, host",
     "optimizer.grad_reduce_in_fp32=1": "optimizer.grad_reduce_in_fp32 must be true or false, got 1",
@@ -163,6 +166,7 @@ def test_refused_in_one_sentence(word):
 def test_combinations_that_are_refused():
     for words, message in (
         (["precision=fp64", "device=cuda"], "precision=fp64 runs on device=cpu only"),
+        (["precision=fp32", "optimizer.optimizer_cpu_offload=true"], "others., got precision=fp32; set precision=bf16"),
         (["model.hf_path=/nowhere", "model.hf_config.vocab_size=8"], "model.hf_path"),
     ):
         with pytest.raises(RefusedError, match=message):

@@ -41,6 +41,11 @@ CASES = {
     "one rank, bf16": (1, ["precision=bf16"]),
     "data parallel": (2, []),
     "tensor parallel, bf16": (2, ["parallel.tp=2", "precision=bf16"]),
+    "optimizer on the host, data parallel, bf16": (2, ["optimizer.optimizer_cpu_offload=true", "precision=bf16"]),
+    "half of the optimizer on the host": (
+        1,
+        ["optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=0.5", "precision=bf16"],
+    ),
     "experts": (2, ["model=tiny_glm_dsa", "model.hf_config.hidden_size=64", "parallel.ep=2"]),
 }
 

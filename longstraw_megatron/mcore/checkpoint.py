@@ -197,10 +197,11 @@ def load_checkpoint(
             if same_layout:
                 state["rng_state"] = parts.rng_object(None)
         loaded = _read(state, checkpoint)
-        for key, chunk in zip(parts.model_keys(model_chunks), model_chunks, strict=True):
-            unwrap(chunk).load_state_dict(loaded[key])
         if optimizer is not None:
             parts.load_optimizer(optimizer, loaded["optimizer"], param_groups, loaded["optimizer_groups"])
+        # after the optimizer: one on the host makes its state by a step with random gradients (dummy_step)
+        for key, chunk in zip(parts.model_keys(model_chunks), model_chunks, strict=True):
+            unwrap(chunk).load_state_dict(loaded[key])
     if scheduler is not None:
         if "opt_param_scheduler" not in loaded:
             raise RefusedError(f"The checkpoint {str(checkpoint.path)!r} has no schedule; resume without a scheduler.")

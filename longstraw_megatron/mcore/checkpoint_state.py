@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
+from longstraw_megatron.mcore.host_optimizer import LOCAL_KEYS
 from longstraw_megatron.mcore.model import unwrap
 
 SHARDING = "fully_reshardable"
@@ -103,7 +104,10 @@ def _identity(group: dict, *, experts: bool) -> tuple:
 
 def unite_groups(param_groups: list[list[dict]]) -> list[dict]:
     """The different parameter groups of all ranks, without their parameters; the same list on every rank."""
-    own = [{key: value for key, value in group.items() if key != "params"} for part in param_groups for group in part]
+    dropped = {"params", *LOCAL_KEYS}
+    own = [
+        {key: value for key, value in group.items() if key not in dropped} for part in param_groups for group in part
+    ]
     everyone: list[list[dict]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     united = {_identity(group, experts=True): group for rank_groups in reversed(everyone) for group in rank_groups}
@@ -116,7 +120,8 @@ def _matching(group: dict, saved: list[dict]) -> dict:
         for candidate in saved:
             if _identity(candidate, experts=experts) == _identity(group, experts=experts):
                 # what the layout says, not what it said
-                return {**candidate, "is_expert_parallel": group.get("is_expert_parallel")}
+                local = {key: group[key] for key in LOCAL_KEYS if key in group}
+                return {**candidate, **local, "is_expert_parallel": group.get("is_expert_parallel")}
     raise KeyError(f"the checkpoint has no parameter group like {_identity(group, experts=True)}")
 
 

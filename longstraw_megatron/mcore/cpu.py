@@ -26,6 +26,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore import cpu_modules
+from longstraw_megatron.mcore.host_optimizer import cpu_host_optimizer_patches
 from longstraw_megatron.mcore.optimizer_resume import resume_patches
 from longstraw_megatron.mcore.patching import Patch, applied
 
@@ -188,7 +189,8 @@ def _stand_in_patches() -> Iterator[Patch]:
 
 def cpu_patches() -> list[Patch]:
     """Everything that the CPU runtime replaces, made anew from what is there now."""
-    return [*_cuda_patches(), *_megatron_patches(), *_stand_in_patches(), *resume_patches()]
+    megatron = (*_megatron_patches(), *_stand_in_patches(), *resume_patches(), *cpu_host_optimizer_patches())
+    return [*_cuda_patches(), *megatron]
 
 
 def _is_not_rng_warning(record: logging.LogRecord) -> bool:

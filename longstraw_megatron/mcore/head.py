@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from longstraw_megatron.layout import SegmentLayout
+from longstraw_megatron.mcore.weight_grads import main_grad_of
 from longstraw_megatron.segments.logprobs import blocked_logprobs
 
 
@@ -38,7 +39,8 @@ class LogprobHead:
         elif self.tp_group.size() > 1:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
         weight = output_layer.weight if output_weight is None else output_weight
-        hidden, how = hidden_states[:, 0], {"block_size": self.block_size, "tp_group": self.tp_group}
+        hidden = hidden_states[:, 0]
+        how = {"block_size": self.block_size, "tp_group": self.tp_group, "grad_weight_sink": main_grad_of(weight)}
         rows = torch.nonzero(self.targets >= 0)[:, 0]
         if 2 * len(rows) > len(self.targets):
             return blocked_logprobs(hidden, weight, self.targets, **how)

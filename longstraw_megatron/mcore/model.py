@@ -17,6 +17,7 @@ from longstraw_megatron.mcore.quiet import quiet_megatron_build
 from longstraw_megatron.mcore.rotary import swap_rotary
 from longstraw_megatron.mcore.sparse_attention import freeze_indexer
 from longstraw_megatron.mcore.specs import get_segment_block_spec
+from longstraw_megatron.mcore.weight_grads import swap_embedding
 from longstraw_megatron.ops.delta_rule import default_kernel
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -72,9 +73,11 @@ def transformer_config(
 def prepare_chunk(chunk: nn.Module, device: torch.device) -> None:
     """What a GPTModel with segment layers (`segment_block_spec`) still needs, before DDP: ours, or a pipeline's own.
 
-    Its rotaries become those of segments, its delta rule takes the kernel of `device`, its indexers are frozen.
+    Its rotaries become those of segments, its embedding adds to `main_grad`, its delta rule takes the kernel of
+    `device`, its indexers are frozen.
     """
     swap_rotary(chunk)
+    swap_embedding(chunk)
     for module in chunk.modules():
         if isinstance(module, SegmentGatedDeltaNet):
             module.kernel = default_kernel(device)
@@ -120,8 +123,12 @@ def wrap_ddp(
     *,
     use_distributed_optimizer: bool,
     grad_reduce_in_fp32: bool = True,
+    keep_weights: bool = True,
 ) -> list[DistributedDataParallel]:
     """Megatron DDP over the chunks: gradients are summed once per step; those of bf16 weights in float32, or in bf16.
+
+    A distributed optimizer moves the weights into DDP's buffers, so that both exist for a moment. `keep_weights=False`
+    gives the weights' memory back before: their values are lost, to be loaded or drawn afterwards.
 
     Overlap of reductions is off: the last backward of a step (the walk of the first segment) never touches the output
     layer, so DDP's count of ready parameters would not come out (param_and_grad_buffer.py:294).
@@ -131,10 +138,22 @@ def wrap_ddp(
         overlap_grad_reduce=False,
         use_distributed_optimizer=use_distributed_optimizer,
     )
+    if use_distributed_optimizer and not keep_weights:
+        for chunk in chunks:
+            _hollow(chunk)
     return [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=context.groups)
         for i, chunk in enumerate(chunks)
     ]
+
+
+def _hollow(chunk: GPTModel) -> None:
+    """Leave trainable parameters their shape, and one number of storage."""
+    for parameter in chunk.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.empty_strided(
+                parameter.shape, (0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device
+            )
 
 
 def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:

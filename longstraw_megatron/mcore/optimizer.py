@@ -21,7 +21,10 @@ def build_optimizer(
     precision: str,
     use_distributed_optimizer: bool,
 ) -> MegatronOptimizer:
-    """AdamW over the trainable parameters of DDP-wrapped chunks; float32 main weights under bf16."""
+    """AdamW over the trainable parameters of DDP-wrapped chunks; float32 main weights under bf16.
+
+    With `optimizer_cpu_offload` that fraction of them is updated on the host, which takes the distributed optimizer.
+    """
     dtype = PRECISIONS[precision]
     megatron_config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -35,6 +38,10 @@ def build_optimizer(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=use_distributed_optimizer,
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
+        # gradients stay in DDP's buffer and in its dtype; without it they and the main weights are copied on the device
+        use_precision_aware_optimizer=config.optimizer_cpu_offload,
     )
     return get_megatron_optimizer(
         megatron_config,

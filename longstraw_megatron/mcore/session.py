@@ -113,14 +113,16 @@ def build_trainer(
     chunks = build_model(config.model.hf_config, build, context)
     if config.trainable != "all":
         freeze_others(chunks, config.trainable, config.model.hf_config, context.groups)
-    fill_weights(chunks, config, context, config.model.hf_path)
-    distributed = context.groups.dp_cp.size() > 1
+    # Megatron's host optimizer shares nothing with the device only as a distributed one
+    distributed = context.groups.dp_cp.size() > 1 or config.optimizer.optimizer_cpu_offload
     chunks = wrap_ddp(
         chunks,
         context,
         use_distributed_optimizer=distributed,
         grad_reduce_in_fp32=config.optimizer.grad_reduce_in_fp32,
+        keep_weights=False,
     )
+    fill_weights(chunks, config, context, config.model.hf_path)
     optimizer = build_optimizer(
         config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
     )

@@ -10,7 +10,10 @@ from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_gro
 from oracle import glm_config, make_model, qwen_config
 
 from longstraw_megatron.mcore import engine
+from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
+from longstraw_megatron.mcore.parallel import init_parallel
 from longstraw_megatron.testing import run_ranks
+from longstraw_megatron.testing.memory import peak_memory
 
 
 def hf_of(model) -> dict:
@@ -95,3 +98,22 @@ def test_stage_inputs_on_the_host_change_no_bit():
     assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(device, host, strict=True))
     assert [moved for _, moved in device] == [[], []]
     assert [moved for _, moved in host] == [[], [(32, 1, 64), (32, 1, 64), (5, 1, 64)]]  # the first stage has ids
+
+
+def _build_peak(rank, world_size, hf, keep_weights):
+    """Peak bytes of building a model and its DDP with the distributed optimizer; weights; gradients."""
+    context = init_parallel(Layout().parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
+    with peak_memory() as memory:
+        chunks = build_model(hf, BuildOptions("bf16"), context)
+        chunks = wrap_ddp(chunks, context, use_distributed_optimizer=True, keep_weights=keep_weights)
+    (buffer,) = chunks[0].buffers
+    assert all(p.is_contiguous() and p.numel() for p in chunks[0].parameters())
+    return memory.peak, buffer.param_data.nbytes, buffer.grad_data.nbytes
+
+
+def test_ddp_is_built_without_a_second_copy_of_the_weights():
+    hf = qwen_config(num_hidden_layers=4, intermediate_size=512).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, False, timeout=60)
+    assert weights + grads <= peak <= 1.05 * (weights + grads)
+    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, True, timeout=60)
+    assert peak >= 0.95 * (2 * weights + grads), "what Megatron does by itself"
