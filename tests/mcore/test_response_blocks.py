@@ -87,7 +87,6 @@ def test_masked_tokens_and_a_branch_without_loss_tokens(qwen, detached):
 
 QWEN_LAYOUTS = {
     "tp2 sp": Layout(tp=2, response_block=6),
-    "dp2": Layout(dp=2, response_block=6),
     "cp2": Layout(cp=2, response_block=6),
     "cp3 relayed": Layout(cp=3, response_block=4),
     "pp2": Layout(pp=2, response_block=6),
@@ -100,10 +99,8 @@ GLM_LAYOUTS = {
     "cp2": Layout(cp=2, segment_length=16, response_block=5),
     "cp3 packed": Layout(cp=3, segment_length=16, response_block=5, branches_per_microbatch=2),
     "tp2 sp": Layout(tp=2, segment_length=16, response_block=5),
-    "ep2 in lockstep": Layout(dp=2, ep=2, segment_length=16, response_block=5),
     "ep2 in lockstep, packed": Layout(dp=2, ep=2, segment_length=16, response_block=5, branches_per_microbatch=2),
     "ep4, a rank without a group": Layout(dp=4, ep=4, segment_length=32, response_block=5, recompute="full"),
-    "pp2": Layout(pp=2, segment_length=16, response_block=5),
     "pp2 vpp2": Layout(pp=2, vpp=2, segment_length=16, stages=(2, 4, 4, 1), response_block=5),
     "pp2 cp2 ep2": Layout(pp=2, cp=2, ep=2, segment_length=16, response_block=5),
 }
@@ -124,7 +121,7 @@ def test_glm_in_parallel(glm, name):
     _check(glm, GLM_LAYOUTS[name], [(60, [12, 1, 17]), (1, [5]), (37, [8, 3])])
 
 
-@pytest.mark.parametrize("name", ["cp2", "ep2 in lockstep"])
+@pytest.mark.parametrize("name", ["cp2", "ep2 in lockstep, packed"])
 def test_glm_in_parallel_detached(glm, name):
     _check(glm, GLM_LAYOUTS[name], [(60, [12, 1, 17]), (1, [5]), (37, [8, 3])], detached=True)
 
