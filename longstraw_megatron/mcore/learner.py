@@ -97,7 +97,7 @@ class Learner:
     def score(self, groups: Sequence[PromptGroup]) -> Logprobs:
         """Logprobs of every response token under the current weights, without a graph, on every rank."""
         detached = replace(self.options.state, exact=False)
-        indices, works, actions = self._prepare(groups, detached, forward_only=True)
+        indices, works, actions = self.prepare(groups, detached, forward_only=True)
         self.engine.run(actions, works)
         return self._share_logprobs(indices, works)
 
@@ -121,7 +121,7 @@ class Learner:
                 parameter.grad = None
         self.reuse.begin_step()
         kept = self.reuse.states_of(groups)
-        indices, works, actions = self._prepare(groups, self.options.state, forward_only=False, kept=kept)
+        indices, works, actions = self.prepare(groups, self.options.state, forward_only=False, kept=kept)
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
         result = self.engine.run(actions, works, objective=objective)
         with self.monitor.phase("reduce"):
@@ -134,7 +134,7 @@ class Learner:
             self.state_metrics = self._measure_reuse(groups, logprobs, old_logprobs or {}, ref_logprobs or {})
         return summarize_stats(stats) | self._by_advantage(groups, logprobs), logprobs
 
-    def _prepare(
+    def prepare(
         self,
         groups: Sequence[PromptGroup],
         state: StateOptions,
@@ -142,6 +142,7 @@ class Learner:
         forward_only: bool,
         kept: list[list[PrefixState]] | None = None,
     ) -> tuple[list[int | None], list[GroupWork], list[Action]]:
+        """What this rank does of a global batch: the groups that it runs (None: keeps step only), cut, and its plan."""
         pg, options = self.context.groups, self.options
         config = unwrap(self.chunks[0]).config
         step = assign_step(

@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longstraw_megatron.config import Config, build_config
 from longstraw_megatron.functional.objective import BranchLoss
 from longstraw_megatron.mcore.cpu import fake_rng
-from longstraw_megatron.mcore.group_work import GroupWork, cut_group
 from longstraw_megatron.mcore.learner import Learner
-from longstraw_megatron.mcore.model import BuildOptions, build_model, moe_layer_numbers, unwrap, wrap_ddp
+from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.optimizer import build_optimizer
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.patching import Patch, applied
@@ -102,25 +101,11 @@ def _actions(description: Description, pp_rank: int, num_segments: int) -> list[
     return actions
 
 
-def _make_work(learner: Learner, workload: Workload) -> GroupWork:
-    """The prompt group as a step would prepare it."""
-    context, options, group = learner.context, learner.options, workload.group()
-    return GroupWork(
-        group,
-        cut_group(group, options.cut, cp_size=context.groups.cp.size()),
-        options.state,
-        cp_rank=context.groups.cp.rank(),
-        num_chunks=len(learner.chunks),
-        device=context.device,
-        traffic=learner.traffic,
-        moe_layers=moe_layer_numbers(unwrap(learner.chunks[0]).config),
-    )
-
-
 def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None:
     """The engine on the first and the last prompt segment and as many microbatches as live at once."""
     live, engine, groups = recorder.live, learner.engine, learner.context.groups
-    work = _make_work(learner, workload)
+    # every data-parallel rank has one
+    _, (work, *_), _ = learner.prepare([workload.group()] * groups.dp.size(), learner.options.state, forward_only=False)
     last = work.num_segments - 1
     description = Description(
         groups=(GroupShape(work.num_segments, work.num_microbatches),),

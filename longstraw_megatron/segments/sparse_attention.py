@@ -64,7 +64,8 @@ def _split_positions(positions: Tensor, segment: Segment, source: int) -> tuple[
     layout = segment.layout
     first = torch.tensor([layout.sequence_starts[run.sequence] for run in layout.runs[source]], dtype=torch.int32)
     lengths = torch.tensor([run.length for run in layout.runs[source]], dtype=torch.int64)
-    offsets = (first.repeat_interleave(lengths) - segment.start).to(positions.device)
+    by_row = first.repeat_interleave(lengths, output_size=layout.valid(source))
+    offsets = (by_row - segment.start).to(positions.device)
     in_segment = positions >= segment.start
     return positions.masked_fill(in_segment, -1), torch.where(in_segment, positions + offsets[:, None], -1)
 

@@ -17,14 +17,14 @@ def _state_bytes(rank, world_size, layout, hf, weights, raw):
     """Bytes of the prefix state on this rank after a detached step, by item."""
     learner, context = build_learner(layout, hf, detached=True)
     fill_from_hf(learner.chunks, hf, weights, context.groups)
-    works, prepare = [], learner._prepare
+    works, prepare = [], learner.prepare
 
     def keep(*args, **kwargs):
         result = prepare(*args, **kwargs)
         works.extend(result[1])
         return result
 
-    learner._prepare = keep
+    learner.prepare = keep
     learner.compute_gradients(prompt_groups(raw))
     return works[0].states[0].nbytes()
 

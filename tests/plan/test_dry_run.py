@@ -1,0 +1,113 @@
+"""The dry run against the same phases on real tensors of a CPU, item by item; and on a real model, against arithmetic."""
+
+import pytest
+import torch
+
+from longstraw_megatron.compose import load_config
+from longstraw_megatron.mcore.learner import Learner
+from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
+from longstraw_megatron.mcore.optimizer import build_optimizer
+from longstraw_megatron.mcore.parallel import init_parallel
+from longstraw_megatron.mcore.session import fill_weights, learner_options
+from longstraw_megatron.plan.dry_run import DryRunError, dry_run
+from longstraw_megatron.plan.dry_run_worker import resolved, run_dry
+from longstraw_megatron.plan.items import Item
+from longstraw_megatron.plan.workload import Workload
+from longstraw_megatron.testing import run_ranks
+from longstraw_megatron.testing.memory import peak_memory
+
+WORKLOAD = ["prompt_length=650", "response_length=40", "group_size=2"]
+CUT = ["segment_length=128", "state.page_length=192", "logprob_block=16"]
+
+
+def _config(*overrides):
+    return resolved(load_config(["device=cpu", *CUT, *WORKLOAD, *overrides]))
+
+
+def _dry(rank, world_size, overrides):
+    config = _config(*overrides)
+    return run_dry(config, Workload.of(config), rank=0, world_size=1)
+
+
+def _real(rank, world_size, overrides):
+    """Bytes that a real step takes: of what lives long by item, and the peak of each action over nothing at all."""
+    config = _config(*overrides)
+    context = init_parallel(config.parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
+    peaks, states = {}, {}
+    with peak_memory() as memory:
+        chunks = build_model(config.model.hf_config, BuildOptions(config.precision, config.recompute), context)
+        fill_weights(chunks, config, context, None)
+        chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False)
+        optimizer = build_optimizer(
+            config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=False
+        )
+
+        def progress(action):
+            peaks[action.op.name] = memory.peak
+            states[action.op.name] = learner.engine.state_bytes()
+            memory.reset_peak()
+
+        learner = Learner(chunks, context, learner_options(config, context), progress=progress)
+        optimizer.step()  # makes the moments
+        memory.reset_peak()
+        learner.compute_gradients([Workload.of(config).group()])
+    moments = [t for s in optimizer.optimizer.state.values() for t in s.values() if t.dim()]
+    static = {
+        Item.WEIGHTS: sum(p.nbytes for chunk in chunks for p in chunk.parameters()),
+        Item.GRADIENTS: sum(p.main_grad.nbytes for chunk in chunks for p in chunk.parameters() if p.requires_grad),
+        Item.OPTIMIZER: sum(t.nbytes for t in moments),
+    }
+    return static, states, peaks
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", "tiny_glm_dsa"])
+def test_items_are_those_of_a_real_step(model):
+    overrides = [f"model={model}", "recompute=full"]
+    (dry,) = run_ranks(1, _dry, overrides, init=False, timeout=300)
+    ((static, states, peaks),) = run_ranks(1, _real, overrides, timeout=300)
+    phases = {phase.name: phase for phase in dry.phases}
+    replayed = states["BACKWARD"]
+    want = static | {
+        Item.STATE: replayed["rows"] + replayed["experts"],
+        Item.STATE_GRADIENTS: replayed["rows_grad"],
+        Item.BOUNDARIES: replayed["boundaries"],
+    }
+    for name, action in (("backward", "BACKWARD"), ("prompt backward", "PROMPT_BACKWARD")):
+        got = phases[name].items
+        assert {item: got.get(item, 0) for item in want} == want
+        assert sum(got.values()) == phases[name].peak
+        print(name, phases[name].peak, peaks[action])
+
+
+def _peak(rank, world_size, group_size):
+    config = _config("model=tiny_qwen_hybrid", f"group_size={group_size}")
+    return run_dry(config, Workload.of(config), rank=0, world_size=1).peak.peak
+
+
+def test_the_number_of_responses_takes_no_memory():
+    (few,), (many,) = (run_ranks(1, _peak, size, init=False, timeout=300) for size in (2, 64))
+    assert abs(many / few - 1) < 0.001
+
+
+def test_a_real_model_in_a_process_of_its_own():
+    """8 layers of Qwen3.6-27B, TP4 PP2 on 8 GPUs, 2,097,152 positions, the last rank: four layers and the head."""
+    overrides = ["model=qwen3_6_27b", "parallel=qwen_8gpu_tp4_pp2", "model.hf_config.num_hidden_layers=8"]
+    config = load_config([*overrides, "recompute=full", "segment_length=16384", "state.page_length=65536"])
+    result = dry_run(config, Workload(2_097_152, (2048,)), rank=7, world_size=8)
+    items = result.peak.items
+    # parameters of a rank, in weight matrices: three delta layers, one of attention, four MLPs, a quarter of the head
+    delta = 5120 * (2 * 16 * 128 + 2 * 48 * 128 + 2 * 48) // 4 + 5120 * 48 * 128 // 4
+    attention = 5120 * (2 * 24 + 2 * 4) * 256 // 4 + 5120 * 24 * 256 // 4
+    matrices = 3 * delta + attention + 4 * 3 * 5120 * 17408 // 4 + 5120 * 248320 // 4
+    assert items[Item.WEIGHTS] == pytest.approx(2 * matrices, rel=0.001)
+    assert items[Item.GRADIENTS] == pytest.approx(4 * matrices, rel=0.001)
+    assert items[Item.OPTIMIZER] == pytest.approx(12 * matrices, rel=0.001)
+    assert items[Item.STATE] == pytest.approx(2_097_151 * 2 * 256 * 2, rel=0.001)  # a key-value head, one layer
+    assert items[Item.STATE_GRADIENTS] == 2 * items[Item.STATE]
+    assert items[Item.STAGE_INPUTS] == pytest.approx(2_097_151 // 4 * 5120 * 2, rel=0.02)
+
+
+def test_a_failed_process_says_why():
+    config = load_config(["model=tiny_qwen_hybrid", "parallel.tp=3"])
+    with pytest.raises(DryRunError, match=r"rank 0 of 3 ended with exit 1:\n(.|\n)*parallel.tp=3"):
+        dry_run(config, Workload(64, (8,)), rank=0, world_size=3)
