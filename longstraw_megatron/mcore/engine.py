@@ -104,7 +104,7 @@ class Engine:
     def _interpret(self, actions: Sequence[Action], works: Sequence[GroupWork], *, with_graph: bool) -> None:
         """Run a plan; `with_graph` where its branches have a backward."""
         self._works, self._with_graph = works, with_graph
-        self._kept: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
+        self.kept_inputs: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
         self._kept_blocks: dict[tuple[int, int, int], Tensor] = {}  # (group, block, stage) -> stage input
         self._scored: dict[tuple[int, int], list[Tensor]] = {}  # (group, microbatch) -> logprobs of its earlier blocks
         self._block_grads: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # ... -> d loss / d logprob of each of them
@@ -138,7 +138,7 @@ class Engine:
         with self._phase("prefill", action, segment), torch.no_grad():
             out = self._model_forward(chunk, segment, work.prompt_ids(action.unit), stage_input, hidden_only)
         if stage_input is not None and segment.state.exact and self._with_graph:
-            self._kept[action.group, action.unit, action.stage] = self._rest(stage_input)
+            self.kept_inputs[action.group, action.unit, action.stage] = self._rest(stage_input)
         self._send_later(action, out)
 
     def _forward(self, action: Action) -> None:
@@ -247,7 +247,7 @@ class Engine:
     def _prompt_backward(self, action: Action) -> None:
         work, chunk = self._works[action.group], self._chunk(action)
         segment = work.prompt_pass(action.unit, Mode.WALK, chunk)
-        stage_input = self._kept.pop((action.group, action.unit, action.stage), None)
+        stage_input = self.kept_inputs.pop((action.group, action.unit, action.stage), None)
         with self._phase("prompt_backward", action, segment):
             if stage_input is not None:
                 stage_input = to_device(stage_input, self.context.device).detach().requires_grad_()

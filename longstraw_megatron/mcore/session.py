@@ -1,6 +1,8 @@
 """From a `Config` and its rollouts to a trainer that is ready to run."""
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from longstraw_megatron.batch import PromptGroup
@@ -97,18 +99,10 @@ def score_reference(
     }
 
 
-def build_trainer(
-    config: Config,
-    groups: list[PromptGroup],
-    context: ParallelContext,
-    *,
-    progress: Progress | None = None,
-    resume_from: Checkpoint | None = None,
-    wandb_id: str | None = None,
-) -> Trainer:
-    """Reference scores, model, DDP, optimizer and schedule of a run, where `resume_from` left it."""
-    link = make_link(context)
-    ref_logprobs = score_reference(config, groups, context, link, progress)
+def build_trained(
+    config: Config, context: ParallelContext, *, fill: bool = True
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+    """The trained model in DDP, one chunk per virtual stage, and its optimizer; weights unset without `fill`."""
     build = BuildOptions(precision=config.precision, recompute=config.recompute)
     chunks = build_model(config.model.hf_config, build, context)
     if config.trainable != "all":
@@ -122,10 +116,27 @@ def build_trainer(
         grad_reduce_in_fp32=config.optimizer.grad_reduce_in_fp32,
         keep_weights=False,
     )
-    fill_weights(chunks, config, context, config.model.hf_path)
+    if fill:
+        fill_weights(chunks, config, context, config.model.hf_path)
     optimizer = build_optimizer(
         config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
     )
+    return chunks, optimizer
+
+
+def build_trainer(
+    config: Config,
+    groups: list[PromptGroup],
+    context: ParallelContext,
+    *,
+    progress: Progress | None = None,
+    resume_from: Checkpoint | None = None,
+    wandb_id: str | None = None,
+) -> Trainer:
+    """Reference scores, model, DDP, optimizer and schedule of a run, where `resume_from` left it."""
+    link = make_link(context)
+    ref_logprobs = score_reference(config, groups, context, link, progress)
+    chunks, optimizer = build_trained(config, context)
     trainer = Trainer(
         learner=Learner(chunks, context, learner_options(config, context), link=link, progress=progress),
         optimizer=optimizer,

@@ -15,17 +15,16 @@ from longstraw_megatron.config import Config, build_config
 from longstraw_megatron.functional.objective import BranchLoss
 from longstraw_megatron.mcore.cpu import fake_rng
 from longstraw_megatron.mcore.learner import Learner
-from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
-from longstraw_megatron.mcore.optimizer import build_optimizer
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.patching import Patch, applied
-from longstraw_megatron.mcore.session import learner_options, make_link
+from longstraw_megatron.mcore.session import build_trained, learner_options, make_link
+from longstraw_megatron.plan.counted import counted_buffers, counted_build, counted_host, counted_state
 from longstraw_megatron.plan.dry_run import DryRunResult, Phase
-from longstraw_megatron.plan.fake_prefix import counted_state, fill_stage_inputs, fill_state, two_pages
+from longstraw_megatron.plan.fake_prefix import fill_stage_inputs, fill_state, two_pages
 from longstraw_megatron.plan.fake_ranks import alone, init_fake_ranks
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
-from longstraw_megatron.plan.stand_ins import counted_logits, even_routing, gpu_kernels, short_loops
+from longstraw_megatron.plan.stand_ins import even_routing, gpu_kernels, short_loops
 from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.schedule import Action, Description, GroupShape, Op, incoming, outgoing
 
@@ -68,16 +67,8 @@ def _optimizer_states(optimizer) -> list[Tensor]:
 def build_learner(config: Config, context: ParallelContext, recorder: Recorder) -> tuple[Learner, list[Tensor]]:
     """The trained model as a run makes it: weights, DDP, optimizer; and the optimizer's states."""
     live = recorder.live
-    with live.counted_as(Item.WEIGHTS):
-        chunks = build_model(config.model.hf_config, BuildOptions(config.precision, config.recompute), context)
-    distributed = context.groups.dp_cp.size() > 1
-    with live.counted_as(Item.GRADIENTS):
-        chunks = wrap_ddp(chunks, context, use_distributed_optimizer=distributed)
-    live.recount((p.data for chunk in chunks for p in chunk.parameters()), Item.WEIGHTS)
+    chunks, optimizer = build_trained(config, context, fill=False)
     with live.counted_as(Item.OPTIMIZER):
-        optimizer = build_optimizer(
-            config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=distributed
-        )
         states = _optimizer_states(optimizer)
     learner = Learner(chunks, context, learner_options(config, context), link=make_link(context))
     recorder.close("build")
@@ -117,12 +108,11 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
     def progress(action: Action) -> None:
         state = work.states[action.stage // groups.pp.size()]
         live.recount(state.experts.values(), Item.STATE)
-        live.recount(engine._kept.values(), Item.STAGE_INPUTS)
+        live.recount(engine.kept_inputs.values(), Item.STAGE_INPUTS)
         if action.op is Op.PREFILL and action.unit == 0 and last > 0:
             recorder.close("first prefill")
             fill_state(state, work, live)
-            with live.counted_as(Item.STAGE_INPUTS):
-                fill_stage_inputs(engine, action.stage, last)
+            fill_stage_inputs(engine, action.stage, last, live)
             recorder.close("state")
         else:
             recorder.close(f"{action.op.name.lower().replace('_', ' ')}")
@@ -142,7 +132,8 @@ def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(fake_rng())
-        patches = [to, *alone(), *even_routing(), *two_pages(), *counted_state(live), *counted_logits(live)]
+        patches = [to, *alone(), *even_routing(), *two_pages()]
+        patches += [*counted_build(live), *counted_state(live), *counted_buffers(live), *counted_host(live)]
         if config.device == "cuda":
             patches += [*gpu_kernels(), *short_loops()]
         context = init_fake_ranks(config, rank, world_size)

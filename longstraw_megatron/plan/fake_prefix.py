@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
 from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
-from longstraw_megatron.state import BoundaryStates, PagedRows, PrefixState
+from longstraw_megatron.state import PagedRows, PrefixState
 
 WITHOUT_GRADIENT = ("index_key",)
 
@@ -40,36 +39,13 @@ def fill_state(state: PrefixState, work: GroupWork, live: LiveMemory) -> None:
             state.layouts[index] = work.starts[index], work.segment_layouts[index]
 
 
-def fill_stage_inputs(engine: Engine, stage: int, last: int) -> None:
-    """The stage's inputs of all segments but the last, like that of the first."""
-    first = engine._kept.get((0, 0, stage))
+def fill_stage_inputs(engine: Engine, stage: int, last: int, live: LiveMemory) -> None:
+    """The stage's inputs of all segments but the last, like that of the first and where that lies."""
+    first = engine.kept_inputs.get((0, 0, stage))
     if first is not None:
-        for index in range(1, last):
-            engine._kept[0, index, stage] = torch.empty_like(first)
-
-
-def counted_state(live: LiveMemory) -> list[Patch]:
-    """What a state makes in the middle of a phase is counted under its item."""
-    put = BoundaryStates.put
-
-    def counted(method, item: Item):
-        def wrapper(*args):
-            with live.counted_as(item):
-                return method(*args)
-
-        return wrapper
-
-    def counted_put(self, boundary: int, *values: Tensor) -> None:
-        put(self, boundary, *values)
-        live.recount(values, Item.BOUNDARIES)
-
-    reason = "bytes by item"
-    return [
-        Patch(PagedRows, "append", counted(PagedRows.append, Item.STATE), reason),
-        Patch(PagedRows, "_accumulators", counted(PagedRows._accumulators, Item.STATE_GRADIENTS), reason),
-        Patch(BoundaryStates, "put", counted_put, reason),
-        Patch(BoundaryStates, "add_grad", counted(BoundaryStates.add_grad, Item.BOUNDARY_GRADIENTS), reason),
-    ]
+        with live.counted_as(Item.STAGE_INPUTS, on_host=engine.stage_inputs == "host"):
+            for index in range(1, last):
+                engine.kept_inputs[0, index, stage] = torch.empty_like(first)
 
 
 def two_pages() -> list[Patch]:

@@ -68,6 +68,10 @@ class LiveMemory(TorchDispatchMode):
                 table[old] -= size
                 table[item] += size
 
+    def item_of(self, tensor: Tensor) -> Item:
+        """What a tensor that lives is counted as."""
+        return self._sizes[tensor.untyped_storage()._cdata][1]
+
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

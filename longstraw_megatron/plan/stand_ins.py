@@ -19,8 +19,6 @@ from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.ops import attention as ops_attention
 from longstraw_megatron.ops import conv as ops_conv
 from longstraw_megatron.ops import delta_rule as ops_delta_rule
-from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.live import LiveMemory
 from longstraw_megatron.segments import index_selection
 from longstraw_megatron.segments import logprobs as segment_logprobs
 from longstraw_megatron.segments import sparse_attention as segment_sparse
@@ -237,21 +235,4 @@ def short_loops() -> list[Patch]:
     return [
         Patch(functional_sparse, "_query_blocks", first_queries, reason),
         Patch(index_selection, "_merge_scores", first_keys, reason),
-    ]
-
-
-def counted_logits(live: LiveMemory) -> list[Patch]:
-    """Blocks of logits, and what is made of them, are counted under their item."""
-
-    def counted(method):
-        def wrapper(*args, **kwargs):
-            with live.counted_as(Item.LOGITS):
-                return method(*args, **kwargs)
-
-        return wrapper
-
-    function, reason = segment_logprobs._BlockedLogprobs, "bytes by item"
-    return [
-        Patch(function, "forward", staticmethod(counted(function.forward)), reason),
-        Patch(function, "backward", staticmethod(counted(function.backward)), reason),
     ]

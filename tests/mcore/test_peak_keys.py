@@ -46,14 +46,14 @@ def _states_left(rank, world_size, layout, hf, weights, raw, detached):
     """How many prefix states are alive at the optimizer's step, without the help of the garbage collector."""
     learner, context = build_learner(layout, hf, detached=detached)
     fill_from_hf(learner.chunks, hf, weights, context.groups)
-    alive, prepare = [], learner._prepare
+    alive, prepare = [], learner.prepare
 
     def watch(*args, **kwargs):
         result = prepare(*args, **kwargs)
         alive.extend(weakref.ref(state) for work in result[1] for state in work.states)
         return result
 
-    learner._prepare = watch
+    learner.prepare = watch
     gc.disable()
     learner.compute_gradients(prompt_groups(raw))
     left = sum(ref() is not None for ref in alive)

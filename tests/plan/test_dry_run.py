@@ -1,4 +1,4 @@
-"""The dry run against the same phases on real tensors of a CPU, item by item; and on a real model, against arithmetic."""
+"""The dry run against real tensors of a CPU in the same phases, item by item; and a real model against arithmetic."""
 
 import pytest
 import torch
