@@ -10,6 +10,7 @@ from longstraw_megatron.comm.ring import Ring
 from longstraw_megatron.mcore import session
 from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.ops import host
+from longstraw_megatron.ops.staging import HostStaging
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
 from longstraw_megatron.segments.logprobs import _BlockedLogprobs
@@ -18,13 +19,13 @@ from longstraw_megatron.state import BoundaryStates, PagedRows
 REASON = "bytes by item"
 
 
-def _counted(live: LiveMemory, owner: object, name: str, item: Item) -> Patch:
+def _counted(live: LiveMemory, owner: object, name: str, item: Item | None, *, on_host: bool = False) -> Patch:
     method = vars(owner)[name]
     is_static = isinstance(method, staticmethod)
     function = method.__func__ if is_static else method
 
     def wrapper(*args, **kwargs):
-        with live.counted_as(item):
+        with live.counted_as(item, on_host=on_host):
             return function(*args, **kwargs)
 
     return Patch(owner, name, staticmethod(wrapper) if is_static else wrapper, REASON)
@@ -99,4 +100,5 @@ def counted_host(live: LiveMemory) -> list[Patch]:
     return [
         *_everywhere(host.to_host, to_host, REASON),
         *_everywhere(host.to_device, to_device, REASON),
+        _counted(live, HostStaging, "empty", None, on_host=True),
     ]

@@ -9,22 +9,21 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longstraw_megatron.config import Config, build_config
 from longstraw_megatron.functional.objective import BranchLoss
-from longstraw_megatron.mcore.cpu import fake_rng
 from longstraw_megatron.mcore.learner import Learner
 from longstraw_megatron.mcore.parallel import ParallelContext
-from longstraw_megatron.mcore.patching import Patch, applied
+from longstraw_megatron.mcore.patching import applied
 from longstraw_megatron.mcore.session import build_trained, learner_options, make_link
 from longstraw_megatron.plan.counted import counted_buffers, counted_build, counted_host, counted_state
 from longstraw_megatron.plan.dry_run import DryRunResult, Phase
-from longstraw_megatron.plan.fake_prefix import fill_stage_inputs, fill_state, two_pages
-from longstraw_megatron.plan.fake_ranks import alone, init_fake_ranks
+from longstraw_megatron.plan.fake_prefix import fill_stage_inputs, fill_state
+from longstraw_megatron.plan.fake_ranks import init_fake_ranks, no_memory
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
-from longstraw_megatron.plan.stand_ins import even_routing, gpu_kernels, short_loops
+from longstraw_megatron.plan.shortcuts import few_hops, few_pages, short_loops
+from longstraw_megatron.plan.stand_ins import cpu_kernels, even_routing, gpu_kernels
 from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.schedule import Action, Description, GroupShape, Op, incoming, outgoing
 
@@ -125,18 +124,14 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
 
 
 def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -> DryRunResult:
-    """Run rank `rank` of `world_size` on fake tensors. This process is good for nothing else afterwards."""
+    """Run rank `rank` of `world_size` on meta tensors. This process is good for nothing else afterwards."""
     live = LiveMemory()
     recorder = Recorder(live)
-    to = Patch(torch.nn.Module, "to", lambda module, *args: module, "it swaps parameters, which fake ones refuse")
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(fake_rng())
-        patches = [to, *alone(), *even_routing(), *two_pages()]
-        patches += [*counted_build(live), *counted_state(live), *counted_buffers(live), *counted_host(live)]
-        if config.device == "cuda":
-            patches += [*gpu_kernels(), *short_loops()]
         context = init_fake_ranks(config, rank, world_size)
+        patches = [*no_memory(), *even_routing(), *few_pages(), *few_hops()]
+        patches += [*counted_build(live), *counted_state(live), *counted_buffers(live), *counted_host(live)]
+        patches += [*gpu_kernels(), *short_loops()] if config.device == "cuda" else cpu_kernels()
         stack.enter_context(applied(patches))
         stack.enter_context(live)
         learner, _optimizer = build_learner(config, context, recorder)

@@ -1,15 +1,12 @@
 """A prefix that nobody ran: after the first segment, what all segments but the last would have left."""
 
-from collections.abc import Iterator
-
 import torch
 
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
-from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
-from longstraw_megatron.state import PagedRows, PrefixState
+from longstraw_megatron.state import PrefixState
 
 WITHOUT_GRADIENT = ("index_key",)
 
@@ -46,14 +43,3 @@ def fill_stage_inputs(engine: Engine, stage: int, last: int, live: LiveMemory) -
         with live.counted_as(Item.STAGE_INPUTS, on_host=engine.stage_inputs == "host"):
             for index in range(1, last):
                 engine.kept_inputs[0, index, stage] = torch.empty_like(first)
-
-
-def two_pages() -> list[Patch]:
-    """Attention walks pages one after the other: of many the first and the last take as much memory as all."""
-    pages = PagedRows.pages
-
-    def ends(self, stop: int) -> Iterator:
-        views = list(pages(self, stop))
-        return iter(views if len(views) < 3 else [views[0], views[-1]])
-
-    return [Patch(PagedRows, "pages", ends, "the same page again and again")]

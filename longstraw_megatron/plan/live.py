@@ -1,4 +1,4 @@
-"""Live bytes by item, of every storage that operations make: real tensors or fake ones.
+"""Live bytes by item, of every storage that operations make: real tensors or meta tensors, which have none.
 
 A peak keeps the split by item that it had. Storages are counted once, from the operation that makes them to the moment
 when nobody holds them; views count nothing. What a kernel allocates inside and frees again is not seen.
@@ -11,18 +11,21 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longstraw_megatron.plan.items import Item
 
+_READ, _NONZERO = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default
+
 
 class LiveMemory(TorchDispatchMode):
     """Counts storages made inside the block under the current item (`counted_as`, `recount`).
 
-    What is counted `on_host` takes no part in `total` and `peak`. Nobody knows a fake tensor's value: where one is
-    read, a truth value is True and a number is 0, and `nonzero` names every place.
+    What is counted `on_host` takes no part in `total` and `peak`. Nobody knows a meta tensor's value: where one is
+    read, a truth value is True and a number is 0, and `nonzero` names every place. Collectives on meta tensors are done
+    when they begin.
     """
 
     def __init__(self):
@@ -48,10 +51,10 @@ class LiveMemory(TorchDispatchMode):
         self.peak, self._is_rising = self.total, True
 
     @contextlib.contextmanager
-    def counted_as(self, item: Item, *, on_host: bool = False) -> Iterator[None]:
-        """Count what is made inside the block under `item`."""
+    def counted_as(self, item: Item | None, *, on_host: bool = False) -> Iterator[None]:
+        """Count what is made inside the block under `item` (None: as it would be)."""
         before = self._item, self._on_host
-        self._item, self._on_host = item, on_host
+        self._item, self._on_host = item or self._item, on_host
         try:
             yield
         finally:
@@ -99,12 +102,19 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num_ops += 1
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func.namespace == "c10d":
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
+        if func is _READ and args[0].is_meta:
             return args[0].dtype is torch.bool or 0
-        if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
-            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        if func is _NONZERO and args[0].is_meta:
+            out = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        else:
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self._add(out)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._add(leaf)
         return out

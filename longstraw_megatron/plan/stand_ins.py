@@ -1,7 +1,7 @@
 """Stand-ins for GPU kernels in a dry run: they make the tensors that the kernel makes, keep what it keeps for backward,
 and compute nothing.
 
-A dry run has fake tensors on a fake CPU. `gpu_kernels()` puts these where the code would reach a kernel of Transformer
+A dry run has meta tensors. `gpu_kernels()` puts these where the code would reach a kernel of Transformer
 Engine, flash-linear-attention or FlashAttention on a GPU; everything else runs as it is. Shapes as at the places that
 they stand in for.
 """
@@ -19,7 +19,6 @@ from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.ops import attention as ops_attention
 from longstraw_megatron.ops import conv as ops_conv
 from longstraw_megatron.ops import delta_rule as ops_delta_rule
-from longstraw_megatron.segments import index_selection
 from longstraw_megatron.segments import logprobs as segment_logprobs
 from longstraw_megatron.segments import sparse_attention as segment_sparse
 
@@ -148,6 +147,12 @@ def gpu_kernels() -> list[Patch]:
     ]
 
 
+def cpu_kernels() -> list[Patch]:
+    """PyTorch's own attention kernels for a CPU, whose outputs meta tensors know."""
+    flash = lambda q: (ops_attention._flash_cpu_forward, ops_attention._flash_cpu_backward)  # noqa: E731
+    return [Patch(ops_attention, "_flash_ops", flash, "it asks for the device")]
+
+
 class _Rows(Function):
     """A permutation of rows, or a sum of some: [n, ...] -> [m, ...]."""
 
@@ -214,25 +219,4 @@ def even_routing() -> list[Patch]:
         Patch(token_dispatcher, "unpermute", _unpermute, reason),
         Patch(token_dispatcher, "sort_chunks_by_idxs", _sort_chunks, reason),
         Patch(segment_sparse, "pack_index", lambda index: index, "a width that depends on values: all may be here"),
-    ]
-
-
-def short_loops() -> list[Patch]:
-    """Loops over equal blocks, cut to the first block: more of them take time and no memory."""
-    query_blocks, merge_scores = functional_sparse._query_blocks, index_selection._merge_scores
-
-    def first_queries(q, index, max_elements):
-        return list(query_blocks(q, index, max_elements))[:1]
-
-    def first_keys(best, index_q, index_weights, keys, first_query):
-        index_key, positions = keys
-        num_keys = min(len(index_key), index_selection.KEY_BLOCK)
-        num_queries = max(1, index_selection.MAX_SCORES // (index_q.shape[1] * num_keys))
-        few = best[:num_queries], index_q[:num_queries], index_weights[:num_queries]
-        merge_scores(*few, (index_key[:num_keys], positions[:num_keys]), first_query)
-
-    reason = "the same block again and again"
-    return [
-        Patch(functional_sparse, "_query_blocks", first_queries, reason),
-        Patch(index_selection, "_merge_scores", first_keys, reason),
     ]
