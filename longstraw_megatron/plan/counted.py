@@ -7,6 +7,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from longstraw_megatron.comm.ring import Ring
+from longstraw_megatron.config import OptimizerConfig
 from longstraw_megatron.mcore import session
 from longstraw_megatron.mcore.patching import Patch
 from longstraw_megatron.ops import host
@@ -31,8 +32,9 @@ def _counted(live: LiveMemory, owner: object, name: str, item: Item | None, *, o
     return Patch(owner, name, staticmethod(wrapper) if is_static else wrapper, REASON)
 
 
-def counted_build(live: LiveMemory) -> list[Patch]:
+def counted_build(live: LiveMemory, optimizer: OptimizerConfig) -> list[Patch]:
     """Weights, DDP's buffers and the optimizer, as a session makes them."""
+    on_host = optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 1.0
     wrap_ddp = session.wrap_ddp
 
     def counted_ddp(*args, **kwargs):
@@ -45,7 +47,7 @@ def counted_build(live: LiveMemory) -> list[Patch]:
     return [
         _counted(live, session, "build_model", Item.WEIGHTS),
         Patch(session, "wrap_ddp", counted_ddp, REASON),
-        _counted(live, session, "build_optimizer", Item.OPTIMIZER),
+        _counted(live, session, "build_optimizer", Item.OPTIMIZER, on_host=on_host),
     ]
 
 

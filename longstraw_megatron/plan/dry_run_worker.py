@@ -8,6 +8,8 @@ import time
 from contextlib import ExitStack
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor
 
 from longstraw_megatron.config import Config, build_config
@@ -52,26 +54,32 @@ class Recorder:
         live.reset_peak()
 
 
-def _optimizer_states(optimizer) -> list[Tensor]:
-    """Both moments, which the first step makes, of everything that is stepped."""
-    return [
-        torch.empty_like(parameter)
-        for inner in getattr(optimizer, "chained_optimizers", [optimizer])
-        for group in inner.optimizer.param_groups
-        for parameter in group["params"]
-        for _ in range(2)
-    ]
+def _count_optimizer(optimizer: MegatronOptimizer, live: LiveMemory) -> list[Tensor]:
+    """Both moments, which the first step makes, and main weights, where they lie. Returns the moments."""
+    moments = []
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parts, hosted = [inner.optimizer], []
+        if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            parts, hosted = inner.optimizer.sub_optimizers, inner.optimizer.cpu_optimizers
+            live.recount(inner.optimizer.cpu_copys_map_gpu_param, Item.OPTIMIZER, on_host=True)
+        for part in parts:
+            on_host = any(part is host for host in hosted)
+            params = [param for group in part.param_groups for param in group["params"]]
+            if on_host:
+                live.recount(params, Item.OPTIMIZER, on_host=True)
+            with live.counted_as(Item.OPTIMIZER, on_host=on_host):
+                moments += [torch.empty_like(param) for param in params for _ in range(2)]
+    return moments
 
 
-def build_learner(config: Config, context: ParallelContext, recorder: Recorder) -> tuple[Learner, list[Tensor]]:
-    """The trained model as a run makes it: weights, DDP, optimizer; and the optimizer's states."""
+def build_learner(config: Config, context: ParallelContext, recorder: Recorder) -> tuple[Learner, tuple]:
+    """The trained model as a run makes it: weights, DDP, optimizer; and what keeps the optimizer alive."""
     live = recorder.live
     chunks, optimizer = build_trained(config, context, fill=False)
-    with live.counted_as(Item.OPTIMIZER):
-        states = _optimizer_states(optimizer)
+    moments = _count_optimizer(optimizer, live)
     learner = Learner(chunks, context, learner_options(config, context), link=make_link(context))
     recorder.close("build")
-    return learner, [optimizer, states]
+    return learner, (optimizer, moments)
 
 
 def _actions(description: Description, pp_rank: int, num_segments: int) -> list[Action]:
@@ -130,7 +138,12 @@ def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -
     with ExitStack() as stack:
         context = init_fake_ranks(config, rank, world_size)
         patches = [*no_memory(), *even_routing(), *few_pages(), *few_hops()]
-        patches += [*counted_build(live), *counted_state(live), *counted_buffers(live), *counted_host(live)]
+        patches += [
+            *counted_build(live, config.optimizer),
+            *counted_state(live),
+            *counted_buffers(live),
+            *counted_host(live),
+        ]
         patches += [*gpu_kernels(), *short_loops()] if config.device == "cuda" else cpu_kernels()
         stack.enter_context(applied(patches))
         stack.enter_context(live)

@@ -60,16 +60,13 @@ class LiveMemory(TorchDispatchMode):
         finally:
             self._item, self._on_host = before
 
-    def recount(self, tensors: Iterable[Tensor], item: Item) -> None:
-        """Count tensors that live already under `item`, where they lie."""
+    def recount(self, tensors: Iterable[Tensor], item: Item, *, on_host: bool | None = None) -> None:
+        """Count tensors that live already under `item`, where they lie or where they would on a GPU."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._sizes:
-                size, old, on_host = self._sizes[key]
-                self._sizes[key] = size, item, on_host
-                table = self.host if on_host else self.items
-                table[old] -= size
-                table[item] += size
+                size, _, was_on_host = self._forget(key)
+                self._enter(key, size, item, was_on_host if on_host is None else on_host)
 
     def item_of(self, tensor: Tensor) -> Item:
         """What a tensor that lives is counted as."""
@@ -78,27 +75,30 @@ class LiveMemory(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if size == 0 or key in self._sizes:
-            return
-        self._sizes[key] = size, self._item, self._on_host
-        if self._on_host:
-            self.host[self._item] += size
-        else:
-            self.items[self._item] += size
-            self.total += size
-            if self.total > self.peak:
-                self.peak, self._is_rising = self.total, True
-        weakref.finalize(storage, self._drop, key).atexit = False
+        if size and key not in self._sizes:
+            self._enter(key, size, self._item, self._on_host)
+            weakref.finalize(storage, self._forget, key).atexit = False
 
-    def _drop(self, key: int) -> None:
+    def _enter(self, key: int, size: int, item: Item, on_host: bool) -> None:
+        self._sizes[key] = size, item, on_host
+        if on_host:
+            self.host[item] += size
+            return
+        self.items[item] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self._is_rising = self.total, True
+
+    def _forget(self, key: int) -> tuple[int, Item, bool]:
         size, item, on_host = self._sizes.pop(key)
         if on_host:
             self.host[item] -= size
-            return
-        if self._is_rising:
-            self._peak_items, self._is_rising = self.items.copy(), False
-        self.items[item] -= size
-        self.total -= size
+        else:
+            if self._is_rising:
+                self._peak_items, self._is_rising = self.items.copy(), False
+            self.items[item] -= size
+            self.total -= size
+        return size, item, on_host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num_ops += 1
