@@ -16,7 +16,8 @@ from longstraw_megatron.plan.bars import draw_bars
 from longstraw_megatron.plan.draw import draw_png, draw_text
 from longstraw_megatron.plan.dry_run import DryRunResult, dry_run
 from longstraw_megatron.plan.items import ACTIVATIONS, Item
-from longstraw_megatron.plan.memory import Layout, MemoryPlan, StageMemory, plan_memory
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.memory import MemoryPlan, StageMemory, plan_memory
 from longstraw_megatron.plan.search import Candidate, Search, check_layout, search_layouts
 from longstraw_megatron.plan.time import TimePlan, plan_time
 from longstraw_megatron.plan.workload import Workload

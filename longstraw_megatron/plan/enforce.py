@@ -8,7 +8,8 @@ from longstraw_megatron.config import Config, HardwareConfig, ParallelConfig
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.architectures import architecture_of, glm_dsa
 from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.memory import Layout, StageMemory, plan_memory
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.memory import StageMemory, plan_memory
 from longstraw_megatron.plan.search import candidates, check_layout
 from longstraw_megatron.plan.workload import Workload
 

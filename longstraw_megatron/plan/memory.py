@@ -8,105 +8,16 @@ items are those of the moment that takes most: prefill, replay or walk of the pr
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
-from longstraw_megatron.config import Config, check_world_size
-from longstraw_megatron.layout import cut_sequences
-from longstraw_megatron.layout.runs import SegmentLayout
-from longstraw_megatron.mcore.architectures import text_config
-from longstraw_megatron.mcore.group_work import segment_lengths
 from longstraw_megatron.plan import temporaries
-from longstraw_megatron.plan.activations import FLOAT32, Shape, layer_graph
+from longstraw_megatron.plan.activations import FLOAT32, layer_graph
 from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.parameters import Parameters, Stage, count_parameters, layer_kinds, stages_of
-from longstraw_megatron.plan.workload import Workload
-from longstraw_megatron.schedule import Description, GroupShape, PlanReport, check_plan, make_plan
+from longstraw_megatron.plan.kept_state import kept_state
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.parameters import Parameters, count_parameters
+from longstraw_megatron.schedule import PlanReport, check_plan, make_plan
 
-ITEMSIZES = {"bf16": 2, "fp32": 4, "fp64": 8}
 MOMENTS = 2  # of AdamW, float32 at least
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A run's keys, a workload and a number of GPUs, with what follows from them. `config` has no `auto` left."""
-
-    config: Config
-    workload: Workload
-    num_gpus: int
-
-    @cached_property
-    def hf(self) -> dict:
-        return text_config(self.config.model.hf_config)
-
-    @cached_property
-    def dp(self) -> int:
-        return check_world_size(self.config, self.num_gpus)
-
-    @property
-    def expert_dp(self) -> int:
-        p = self.config.parallel
-        return self.num_gpus // (p.ep * p.etp * p.pp)
-
-    @property
-    def exact(self) -> bool:
-        return self.config.gradient == "exact"
-
-    @cached_property
-    def shape(self) -> Shape:
-        config = self.config
-        return Shape(self.hf, config.parallel, ITEMSIZES[config.precision], fused=config.device == "cuda")
-
-    @cached_property
-    def kinds(self) -> list[tuple[str, str]]:
-        return layer_kinds(self.hf)
-
-    def stages(self, pp_rank: int) -> list[Stage]:
-        return stages_of(self.hf, self.config.parallel)[pp_rank :: self.config.parallel.pp]
-
-    def cut(self, lengths: list[int]) -> SegmentLayout:
-        """The shards of a segment of so many tokens, or of a microbatch of such responses."""
-        p = self.config.parallel
-        return cut_sequences(lengths, cp_size=p.cp, multiple=p.tp if p.sp else 1, style="zigzag", min_rows=1)
-
-    @cached_property
-    def segments(self) -> list[int]:
-        """Lengths of the prompt's segments."""
-        return segment_lengths(self.workload.prefix_length, self.config.segment_length)
-
-    @cached_property
-    def segment_rows(self) -> int:
-        """Rows of a shard of the longest segment, 0 without one."""
-        return self.cut([self.segments[0]]).rows if self.segments else 0
-
-    @cached_property
-    def prefix_rows(self) -> int:
-        """The most rows of the prefix that a context-parallel rank holds."""
-        counts = Counter(self.segments)
-        cuts = {length: self.cut([length]) for length in counts}
-        ranks = range(self.config.parallel.cp)
-        return max(sum(cuts[length].valid(r) * n for length, n in counts.items()) for r in ranks)
-
-    @cached_property
-    def microbatches(self) -> list[list[int]]:
-        """Response lengths of each microbatch."""
-        lengths, size = list(self.workload.response_lengths), self.config.branches_per_microbatch
-        return [lengths[i : i + size] for i in range(0, len(lengths), size)]
-
-    @cached_property
-    def microbatch_rows(self) -> int:
-        """The most rows of a shard of a microbatch."""
-        return max(self.cut(lengths).rows for lengths in self.microbatches)
-
-    def description(self, num_groups: int = 1) -> Description:
-        """The schedule of one optimizer step of a data-parallel rank with so many groups."""
-        p = self.config.parallel
-        return Description(
-            groups=(GroupShape(len(self.segments), len(self.microbatches)),) * num_groups,
-            pp_size=p.pp,
-            vpp_size=p.vpp,
-            exact=self.exact,
-            max_live_prefixes=self.config.schedule.max_live_prefixes,
-        )
 
 
 @dataclass(frozen=True)
@@ -154,55 +65,11 @@ class MemoryPlan:
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def _kept_state(layout: Layout, stage: Stage) -> dict[Item, int]:
-    """The prefix state that one prompt leaves on a stage, with its gradients."""
-    shape, hf, rows = layout.shape, layout.hf, layout.prefix_rows
-    config = layout.config
-    grad = {"auto": shape.float_itemsize, "fp32": 4, "bf16": 2}[config.state.grad_dtype]
-    parts = config.parallel.tp if config.parallel.sp else 1
-    items: Counter[Item] = Counter()
-    for layer in stage.layers:
-        attention, mlp = layout.kinds[layer]
-        with_gradient = without = 0
-        if attention == "softmax":
-            with_gradient = rows * 2 * shape.key_value_heads * hf["head_dim"]
-        elif attention in ("full", "shared"):
-            with_gradient = rows * shape.latent
-            without = rows * hf["index_head_dim"] if attention == "full" else 0
-        else:
-            values, grads = _boundaries(layout)
-            items[Item.BOUNDARIES] += values
-            items[Item.BOUNDARY_GRADIENTS] += grads
-        items[Item.STATE] += (with_gradient + without) * shape.itemsize
-        if layout.exact:
-            items[Item.STATE_GRADIENTS] += with_gradient * grad
-        if mlp == "sparse":
-            # every row is routed, padding too
-            padded = layout.segment_rows * len(layout.segments) // parts
-            items[Item.STATE] += padded * hf["num_experts_per_tok"] * (1 if hf["n_routed_experts"] <= 256 else 2)
-    return items
-
-
-def _boundaries(layout: Layout) -> tuple[int, int]:
-    """(values, gradients) of a delta-rule layer: all boundaries where exact, and gradients of two at a time."""
-    shape, hf, cp = layout.shape, layout.hf, layout.config.parallel.cp
-    heads = shape.over_tp(hf["linear_num_value_heads"])
-    state = -(-heads * hf["linear_key_head_dim"] * hf["linear_value_head_dim"] // cp) * shape.float_itemsize
-    # where the state is relayed every rank keeps the whole tail
-    channels = shape.delta_channels if shape.relays else shape.delta_channels // cp
-    tail = (hf["linear_conv_kernel_dim"] - 1) * channels * shape.itemsize
-    number = len(layout.segments)
-    if not layout.exact:
-        return min(number, 1) * (state + tail), 0
-    return number * (state + tail), min(number, 2) * (state + tail)
-
-
 def _graph(layout: Layout, layers: range, rows: int) -> int:
     """What a stage's layers keep for the backward of a pass of `rows`, recompute considered, without temporaries."""
     shape = layout.shape
     if layout.config.recompute == "full":
-        parts = layout.config.parallel.tp if layout.config.parallel.sp else 1
-        return len(layers) * (rows // parts) * shape.hidden * shape.itemsize
+        return len(layers) * (rows // layout.split) * shape.hidden * shape.itemsize
     return sum(part.nbytes(shape, rows) for i in layers for part in layer_graph(shape, layout.kinds[i]))
 
 
@@ -280,13 +147,24 @@ class _StagePlanner:
     def __init__(self, layout: Layout, report: PlanReport, pp_rank: int):
         self.layout, self.report, self.pp_rank = layout, report, pp_rank
         self.stages = layout.stages(pp_rank)
-        self.parameters = count_parameters(layout.config.model.hf_config, layout.config.parallel, pp_rank)
+        self.parameters = count_parameters(
+            layout.config.model.hf_config, layout.config.parallel, pp_rank, trains=layout.trains
+        )
         self.fixed = self._fixed()
-        self.state = Counter()
+        self.state, self.host = Counter(), Counter()
         for stage in self.stages:
-            self.state.update(_kept_state(layout, stage))
-        for item in self.state:
-            self.state[item] *= report.peak_live_prefixes[pp_rank]
+            kept = kept_state(layout, stage)
+            self.state.update(kept.device)
+            self.host.update(kept.host)
+        for table in (self.state, self.host):
+            for item in table:
+                table[item] *= report.peak_live_prefixes[pp_rank]
+        if layout.config.state.stage_inputs == "host":
+            self.host[Item.STAGE_INPUTS] = self._kept_inputs()
+        if layout.config.device == "cpu":
+            # host memory is the device's own
+            self.state.update(self.host)
+            self.host.clear()
 
     def _fixed(self) -> dict[Item, int]:
         """Weights, gradients and optimizer."""
@@ -297,14 +175,13 @@ class _StagePlanner:
         experts = -(-parameters.trained_expert // layout.expert_dp)
         return {
             Item.WEIGHTS: parameters.total * size + parameters.buffers * FLOAT32,
-            Item.GRADIENTS: parameters.trained * floats,
+            Item.GRADIENTS: parameters.trained * (floats if layout.config.optimizer.grad_reduce_in_fp32 else size),
             Item.OPTIMIZER: (dense + experts) * per_element,
         }
 
     def _stage_inputs(self, rows: int, number: int) -> int:
         layout = self.layout
-        parts = layout.config.parallel.tp if layout.config.parallel.sp else 1
-        return number * (rows // parts) * layout.shape.hidden * layout.shape.itemsize
+        return number * (rows // layout.split) * layout.shape.hidden * layout.shape.itemsize
 
     def _kept_inputs(self) -> int:
         """Inputs kept for the walk; those of the first stage are tokens."""
@@ -315,7 +192,8 @@ class _StagePlanner:
 
     def _moment(self, state: tuple[Item, ...], graph: int, buffers: int, logits: int, held: int) -> dict[Item, int]:
         passing = {item: self.state[item] for item in state}
-        passing[Item.STAGE_INPUTS] = self._kept_inputs() + held
+        on_device = self.layout.config.state.stage_inputs == "device"
+        passing[Item.STAGE_INPUTS] = held + (self._kept_inputs() if on_device else self.state[Item.STAGE_INPUTS])
         passing |= {Item.GRAPH: max(graph, 0), Item.COMMUNICATION: buffers, Item.LOGITS: logits}
         hardware = self.layout.config.hardware
         allowance = int(hardware.reserved_bytes + hardware.fragmentation * sum(passing.values()))
@@ -378,6 +256,8 @@ def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
     for pp_rank in range(p.pp):
         planner = _StagePlanner(layout, report, pp_rank)
         stages.append(
-            StageMemory(pp_rank, pp_rank * per_stage, per_stage, planner.parameters, planner.phases(), host={})
+            StageMemory(
+                pp_rank, pp_rank * per_stage, per_stage, planner.parameters, planner.phases(), dict(planner.host)
+            )
         )
     return MemoryPlan(tuple(stages))

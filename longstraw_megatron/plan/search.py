@@ -11,7 +11,8 @@ from longstraw_megatron.config import Config, ParallelConfig
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.architectures import architecture_of, glm_dsa, pipeline_layout, text_config
 from longstraw_megatron.mcore.quiet import quiet_megatron_build
-from longstraw_megatron.plan.memory import Layout, MemoryPlan, plan_memory
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.memory import MemoryPlan, plan_memory
 from longstraw_megatron.plan.time import TimePlan, plan_time
 from longstraw_megatron.plan.workload import Workload
 

@@ -22,7 +22,8 @@ from longstraw_megatron.layout.travel import TravelShape, choose_travel, travel_
 from longstraw_megatron.plan import temporaries
 from longstraw_megatron.plan.activations import layer_graph
 from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.memory import Layout, MemoryPlan
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.memory import MemoryPlan
 from longstraw_megatron.plan.parameters import layer_parameters
 from longstraw_megatron.schedule import Action, Op, PlanReport, check_plan, make_plan
 
@@ -31,6 +32,8 @@ CHUNK = 64  # tokens of a chunk of the delta rule
 CANDIDATE_BYTES = 32  # moved for each score on its way into the running top-k
 PHASES = {
     Op.PREFILL: "prefill",
+    Op.BLOCK_PREFILL: "blocks scored",
+    Op.BLOCK_BACKWARD: "blocks walked",
     Op.FORWARD: "replay forward",
     Op.BACKWARD: "replay backward",
     Op.PROMPT_BACKWARD: "walk",
@@ -110,9 +113,16 @@ class _Costs:
 
     def _pass_of(self, action: Action) -> Pass:
         layout = self.layout
+        before = layout.workload.prefix_length
         if action.op in (Op.FORWARD, Op.BACKWARD):
             lengths = layout.microbatches[action.unit]
-            return Pass(sum(lengths), layout.cut(lengths).rows, layout.workload.prefix_length, tuple(lengths))
+            before += sum(layout.earlier_blocks[action.unit])
+            return Pass(sum(lengths), layout.cut(lengths).rows, before, tuple(lengths))
+        if action.op in (Op.BLOCK_PREFILL, Op.BLOCK_BACKWARD):
+            microbatch, block = layout.group_shape.block_of(action.unit)
+            lengths = layout.earlier_blocks[microbatch]
+            length = lengths[block]
+            return Pass(length, layout.cut([length]).rows, before + sum(lengths[:block]), (length,))
         length = layout.segments[action.unit]
         return Pass(length, layout.cut([length]).rows, sum(layout.segments[: action.unit]), (length,))
 
@@ -122,15 +132,16 @@ class _Costs:
     def _action(self, action: Action) -> Counter[str]:
         segment = self._pass_of(action)
         recompute = self.layout.config.recompute == "full"
-        forwards = {Op.PREFILL: 1, Op.FORWARD: 1, Op.BACKWARD: recompute, Op.PROMPT_BACKWARD: 1 + recompute}[action.op]
-        backward = action.op in (Op.BACKWARD, Op.PROMPT_BACKWARD)
+        walks = action.op in (Op.PROMPT_BACKWARD, Op.BLOCK_BACKWARD)
+        forwards = 1 + recompute if walks else recompute if action.op is Op.BACKWARD else 1
+        backward = walks or action.op is Op.BACKWARD
         total: Counter[str] = Counter()
         stage = self.stages[action.stage]
         selects = action.op is not Op.BACKWARD  # the selection stays on the pass: recompute does not select again
         for kind, number in Counter(self.layout.kinds[i] for i in stage.layers).items():
             for name, seconds in self.layer(kind, segment, forwards, backward, selects).items():
                 total[name] += number * seconds
-        if stage.output and action.op in (Op.FORWARD, Op.BACKWARD):
+        if stage.output and action.op not in (Op.PREFILL, Op.PROMPT_BACKWARD):
             flops = 2 * segment.rows * self.shape.hidden * self.shape.over_tp(self.hf["vocab_size"])
             total["head"] += self.rates.compute(flops * (3 if backward else 1), "matmul")
         if self.parallel.pp > 1:

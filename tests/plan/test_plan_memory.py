@@ -3,69 +3,29 @@
 import dataclasses
 
 import pytest
-import torch
+from measured import layout_of, passing, run_and_plan
 
-from longstraw_megatron.bench.worker import shortened
-from longstraw_megatron.bench.workload import make_groups
 from longstraw_megatron.compose import load_config
-from longstraw_megatron.config import resolve_auto
-from longstraw_megatron.mcore.parallel import init_parallel
-from longstraw_megatron.mcore.session import build_trainer
 from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.memory import Layout, plan_memory
+from longstraw_megatron.plan.memory import plan_memory
 from longstraw_megatron.plan.parameters import count_parameters
-from longstraw_megatron.plan.workload import Workload
-from longstraw_megatron.testing import run_ranks
-from longstraw_megatron.testing.memory import PeakMemory
-
-LOADED = (Item.WEIGHTS, Item.GRADIENTS, Item.OPTIMIZER)
-
-
-def _layout(words: list[str], num_gpus: int) -> Layout:
-    config = resolve_auto(load_config(words), cuda_available=False)
-    return Layout(config, Workload.of(config), num_gpus)
-
-
-def _measure(rank: int, world_size: int, words: list[str]) -> dict[str, int]:
-    """Bytes of one rank: parameters and buffers, gradients, and the peak of one gradient over them."""
-    config = resolve_auto(load_config(words), cuda_available=False)
-    context = init_parallel(config.parallel, device=torch.device("cpu"), seed=1, timeout_s=120)
-    groups = make_groups(config, context.groups.dp.size())
-    trainer = build_trainer(config, groups, context)
-    parameters = [p for chunk in trainer.learner.chunks for p in chunk.parameters()]
-    buffers = [b for chunk in trainer.learner.chunks for b in chunk.module.buffers()]
-    trainer.learner.compute_gradients(shortened(groups, 100))
-    with PeakMemory() as memory:
-        trainer.learner.compute_gradients(groups)
-    return {
-        "weights": sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-        "gradients": sum(p.main_grad.nbytes for p in parameters if p.requires_grad),
-        "peak": memory.peak,
-    }
-
 
 COMMON = ["prompt_length=1025", "segment_length=512", "response_length=32", "group_size=2"]
 RUNS = {
     "qwen_tp2_pp2": ["model=tiny_qwen_hybrid", "parallel.tp=2", "parallel.pp=2", "recompute=full"],
-    "qwen_cp2": ["model=tiny_qwen_hybrid", "parallel.cp=2"],
-    "glm_ep2_cp2": ["model=tiny_glm_dsa", "parallel.cp=2", "parallel.ep=2", "gradient=detached"],
+    "qwen_cp2_host": ["model=tiny_qwen_hybrid", "parallel.cp=2", "state.location=host"],
+    "glm_cp2_ep2_some": ["model=tiny_glm_dsa", "parallel.cp=2", "parallel.ep=2", "trainable=['*.mlp.*']"],
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_plan_is_what_ranks_take(run):
-    words = RUNS[run] + COMMON
-    p = load_config(words).parallel
-    world_size = p.tp * p.cp * p.pp
-    results = run_ranks(world_size, _measure, words, timeout=240)
-    for stage in plan_memory(_layout(words, world_size)).stages:
-        for rank in range(stage.first_rank, stage.first_rank + stage.num_ranks):
-            assert stage.items[Item.WEIGHTS] == results[rank]["weights"]
-            assert stage.items[Item.GRADIENTS] == results[rank]["gradients"]
-        passing = sum(size for item, size in stage.items.items() if item not in LOADED)
-        ranks = range(stage.first_rank, stage.first_rank + stage.num_ranks)
-        peak = max(results[rank]["peak"] for rank in ranks)
-        assert 0.9 < passing / peak < 1.1, (stage.pp_rank, passing, peak, stage.items)
+    for stage, ranks in run_and_plan(RUNS[run] + COMMON, timeout=240):
+        for rank in ranks:
+            assert stage.items[Item.WEIGHTS] == rank["weights"]
+            assert stage.items[Item.GRADIENTS] == rank["gradients"]
+        peak = max(rank["peak"] for rank in ranks)
+        assert 0.9 < passing(stage) / peak < 1.1, (stage.pp_rank, peak, stage.items)
 
 
 # Layout, keys beside LARGE, and the GB by item that a trial measured under fake tensors, stage by stage.
@@ -86,7 +46,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_items_of_the_released_models(name):
     model, num_gpus, stages = MEASURED[name]
-    layout = _layout([f"model={model}", f"parallel={name}", *LARGE], num_gpus)
+    layout = layout_of([f"model={model}", f"parallel={name}", *LARGE], num_gpus)
     layout = dataclasses.replace(layout, config=dataclasses.replace(layout.config, device="cuda"))
     for stage, measured in zip(plan_memory(layout).stages, stages, strict=True):
         for item, size in measured.items():
@@ -96,7 +56,7 @@ def test_items_of_the_released_models(name):
 
 def test_group_size_changes_nothing_that_counts():
     totals = [
-        plan_memory(_layout(["model=qwen3_6_27b", "parallel=qwen_8gpu_tp4_cp2", *LARGE, f"group_size={size}"], 8))
+        plan_memory(layout_of(["model=qwen3_6_27b", "parallel=qwen_8gpu_tp4_cp2", *LARGE, f"group_size={size}"], 8))
         for size in (2, 64)
     ]
     assert totals[0].worst.total == pytest.approx(totals[1].worst.total, rel=1e-3)
