@@ -58,6 +58,21 @@ def easier_keys(config: Config, item: Item) -> Iterator[tuple[str, Config]]:
     if config.precision == "bf16" and config.state.grad_dtype != "bf16":
         changed = change(config, state=change(config.state, grad_dtype="bf16"))
         options.append(("state.grad_dtype=bf16", changed, (Item.STATE_GRADIENTS,)))
+    if config.precision == "bf16" and not config.optimizer.optimizer_cpu_offload:
+        changed = change(config, optimizer=change(config.optimizer, optimizer_cpu_offload=True))
+        options.append(("optimizer.optimizer_cpu_offload=true", changed, (Item.OPTIMIZER,)))
+    if config.precision == "bf16" and config.optimizer.grad_reduce_in_fp32:
+        changed = change(config, optimizer=change(config.optimizer, grad_reduce_in_fp32=False))
+        options.append(("optimizer.grad_reduce_in_fp32=false", changed, (Item.GRADIENTS,)))
+    if config.device == "cuda" and config.state.location == "device":
+        changed = change(config, state=change(config.state, location="host"))
+        options.append(("state.location=host", changed, (Item.STATE, Item.STATE_GRADIENTS, Item.BOUNDARIES)))
+    if config.device == "cuda" and config.state.stage_inputs == "device" and config.parallel.pp > 1:
+        changed = change(config, state=change(config.state, stage_inputs="host"))
+        options.append(("state.stage_inputs=host", changed, (Item.STAGE_INPUTS,)))
+    if config.response_block is None:
+        changed = change(config, response_block=config.segment_length)
+        options.append((f"response_block={config.segment_length}", changed, (Item.GRAPH, Item.LOGITS)))
     longer = change(config, segment_length=4 * config.segment_length)
     options.append((f"segment_length={longer.segment_length}", longer, (Item.BOUNDARIES,)))
     if config.schedule.max_live_prefixes > 1:

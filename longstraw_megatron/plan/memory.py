@@ -16,6 +16,7 @@ from longstraw_megatron.plan.kept_state import kept_state
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.parameters import Parameters, count_parameters
 from longstraw_megatron.schedule import PlanReport, check_plan, make_plan
+from longstraw_megatron.segments.logprobs import WEIGHT_ROWS
 
 MOMENTS = 2  # of AdamW, float32 at least
 
@@ -133,12 +134,14 @@ def _backward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int)
 
 
 def _head(layout: Layout, rows: int) -> int:
-    """The head at its worst moment: a block of logits, and the gradient of its weight."""
+    """The head at its worst moment: a block of logits in both dtypes, and rows of its weight's gradient."""
     shape, config = layout.shape, layout.config
     vocab = shape.over_tp(layout.hf["vocab_size"])
-    low = shape.itemsize if shape.itemsize < FLOAT32 else 0
-    block = min(config.logprob_block, rows) * vocab * (shape.float_itemsize + low)
-    return block + vocab * shape.hidden * (shape.float_itemsize + low)
+    block = min(config.logprob_block, rows) * vocab
+    if shape.itemsize == shape.float_itemsize:
+        return block * shape.itemsize
+    pieces = min(vocab, WEIGHT_ROWS) * shape.hidden * FLOAT32 if shape.fused else 0
+    return block * (shape.itemsize + shape.float_itemsize) + pieces
 
 
 class _StagePlanner:
@@ -150,7 +153,6 @@ class _StagePlanner:
         self.parameters = count_parameters(
             layout.config.model.hf_config, layout.config.parallel, pp_rank, trains=layout.trains
         )
-        self.fixed = self._fixed()
         self.state, self.host = Counter(), Counter()
         for stage in self.stages:
             kept = kept_state(layout, stage)
@@ -161,22 +163,29 @@ class _StagePlanner:
                 table[item] *= report.peak_live_prefixes[pp_rank]
         if layout.config.state.stage_inputs == "host":
             self.host[Item.STAGE_INPUTS] = self._kept_inputs()
+        self.fixed = self._fixed()
         if layout.config.device == "cpu":
             # host memory is the device's own
+            self.fixed[Item.OPTIMIZER] += self.host.pop(Item.OPTIMIZER, 0)
             self.state.update(self.host)
             self.host.clear()
 
     def _fixed(self) -> dict[Item, int]:
-        """Weights, gradients and optimizer."""
+        """Weights, gradients and optimizer on the device; `host` gets the part of the optimizer that is there."""
         layout, parameters, size = self.layout, self.parameters, self.layout.shape.itemsize
-        floats = max(size, FLOAT32)
+        options, floats = layout.config.optimizer, max(size, FLOAT32)
+        grad_size = floats if options.grad_reduce_in_fp32 else size
         per_element = MOMENTS * floats + (FLOAT32 if size < FLOAT32 else 0)
-        dense = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
-        experts = -(-parameters.trained_expert // layout.expert_dp)
+        shard = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
+        shard += -(-parameters.trained_expert // layout.expert_dp)
+        offloaded = int(shard * options.optimizer_offload_fraction) if options.optimizer_cpu_offload else 0
+        if offloaded:
+            # weights and gradients go to and fro in copies of the device's dtypes
+            self.host[Item.OPTIMIZER] += offloaded * (per_element + size + grad_size)
         return {
             Item.WEIGHTS: parameters.total * size + parameters.buffers * FLOAT32,
-            Item.GRADIENTS: parameters.trained * (floats if layout.config.optimizer.grad_reduce_in_fp32 else size),
-            Item.OPTIMIZER: (dense + experts) * per_element,
+            Item.GRADIENTS: parameters.trained * grad_size,
+            Item.OPTIMIZER: (shard - offloaded) * per_element,
         }
 
     def _stage_inputs(self, rows: int, number: int) -> int:
@@ -204,7 +213,7 @@ class _StagePlanner:
         return rows * self.layout.shape.hidden * self.layout.shape.itemsize if self.layout.config.parallel.sp else 0
 
     def phases(self) -> dict[str, dict[Item, int]]:
-        layout, shape = self.layout, self.layout.shape
+        layout = self.layout
         values = (Item.STATE, Item.BOUNDARIES)
         every = (*values, Item.STATE_GRADIENTS, Item.BOUNDARY_GRADIENTS)
         rows, prefix_rows = layout.segment_rows, layout.prefix_rows
@@ -235,9 +244,6 @@ class _StagePlanner:
         found["replay"] = self._moment(replay, graph, buffers, logits, self._stage_inputs(branch_rows, held))
         if layout.exact and rows:
             graph, buffers = worst(_backward_moment, rows, earlier_rows)
-            embedding = shape.over_tp(layout.hf["vocab_size"]) * shape.hidden * shape.itemsize
-            if any(stage.embedding for stage in self.stages):
-                graph = max(graph, embedding)  # the dense gradient of the embedding, behind the last layer's backward
             found["walk"] = self._moment(every, graph, buffers, 0, self._stage_inputs(rows, held))
         return found
 

@@ -261,8 +261,9 @@ def plan_time(layout: Layout, memory: MemoryPlan) -> TimePlan:
             work.update(costs.action(span.action))
     rates = _Rates(layout)
     stage = memory.worst
+    # the host's AdamW is as fast as weights and gradients come and go, at best
     on_host = stage.host.get(Item.OPTIMIZER, 0)
-    optimizer = rates.memory(2 * stage.items[Item.OPTIMIZER]) + rates.host(2 * on_host)
+    optimizer = rates.memory(2 * stage.items[Item.OPTIMIZER]) + rates.host(on_host)
     return TimePlan(
         phases=dict(phases),
         work=dict(work),
