@@ -1,7 +1,8 @@
 """What a layer's forward leaves to its backward, and what lives beside it while an operation runs.
 
 Counted from the code, tensor by tensor, in elements of each row; tests hold the counts to what real layers keep. Two
-sets of kernels: "torch" (a CPU: norms and activations keep their intermediates) and "fused" (a GPU).
+sets of kernels: "torch" (a CPU: norms and activations keep their intermediates) and "fused" (a GPU). Everything is
+counted as if it trained: what frozen weights let go of (their inputs) makes a plan an upper bound.
 """
 
 from dataclasses import dataclass

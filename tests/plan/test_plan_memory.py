@@ -14,7 +14,7 @@ COMMON = ["prompt_length=1025", "segment_length=512", "response_length=32", "gro
 RUNS = {
     "qwen_tp2_pp2": ["model=tiny_qwen_hybrid", "parallel.tp=2", "parallel.pp=2", "recompute=full"],
     "qwen_cp2_host": ["model=tiny_qwen_hybrid", "parallel.cp=2", "state.location=host"],
-    "glm_cp2_ep2_some": ["model=tiny_glm_dsa", "parallel.cp=2", "parallel.ep=2", "trainable=['*.mlp.*']"],
+    "glm_cp2_ep2": ["model=tiny_glm_dsa", "parallel.cp=2", "parallel.ep=2"],
 }
 
 
