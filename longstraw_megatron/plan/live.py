@@ -65,8 +65,15 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._sizes:
-                size, _, was_on_host = self._forget(key)
-                self._enter(key, size, item, was_on_host if on_host is None else on_host)
+                size, old, was_on_host = self._sizes[key]
+                if on_host is None or on_host is was_on_host:  # no total changes: a present peak stays the peak
+                    self._sizes[key] = size, item, was_on_host
+                    table = self.host if was_on_host else self.items
+                    table[old] -= size
+                    table[item] += size
+                else:
+                    self._forget(key)
+                    self._enter(key, size, item, on_host)
 
     def item_of(self, tensor: Tensor) -> Item:
         """What a tensor that lives is counted as."""
