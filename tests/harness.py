@@ -4,26 +4,31 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from oracle import DenseResult
 
 from longstraw_megatron.batch import Branch, PromptGroup
+from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import ParallelConfig
 from longstraw_megatron.functional.objective_config import ObjectiveConfig
 from longstraw_megatron.mcore.architectures import text_config
 from longstraw_megatron.mcore.group_work import CutOptions
 from longstraw_megatron.mcore.learner import Learner, LearnerOptions
 from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
+from longstraw_megatron.mcore.optimizer import build_optimizer
 from longstraw_megatron.mcore.parallel import init_parallel
 from longstraw_megatron.mcore.session import make_link
 from longstraw_megatron.mcore.trainable import freeze_others
 from longstraw_megatron.mcore.weights import megatron_state_from_hf, named_weights
+from longstraw_megatron.mcore.weights.gradients import complete_gradients
 from longstraw_megatron.mcore.weights.names import tp_of
 from longstraw_megatron.mcore.weights.table import entries_of
 from longstraw_megatron.state import OnDevice, StateOptions
 from longstraw_megatron.testing import run_ranks
 
 OVERALL, PER_TENSOR, PER_TENSOR_ABS, LOGPROB = 1e-5, 1e-4, 1e-6, 1e-5  # DESIGN section 8
+SCALAR = 1e-5  # loss and gradient norm: one layout equals every other, since each equals the truth
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ class RankResult:
     logprobs: dict[tuple[int, int], np.ndarray]
     stats: dict[str, float]
     missing: list[str]  # has a gradient where the truth has none, or the other way round
-    extra: dict = field(default_factory=dict)
+    # the model's tensors that are to have a gradient -> squared norm of the truth; and what the optimizer clips by
+    wanted: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
 
 
 def prompt_groups(groups: list[dict]) -> list[PromptGroup]:
@@ -91,6 +98,7 @@ def prompt_groups(groups: list[dict]) -> list[PromptGroup]:
                     advantage=float(advantage),
                     loss_mask=np.asarray(group["masks"][b]) if "masks" in group else None,
                     routed_experts=np.asarray(group["experts"][b]) if "experts" in group else None,
+                    old_logprobs=np.asarray(group["old_logprobs"][b]) if "old_logprobs" in group else None,
                 )
                 for b, (response, advantage) in enumerate(zip(group["responses"], group["advantages"], strict=True))
             ),
@@ -116,7 +124,31 @@ def make_groups(*shapes: tuple[int, list[int]], vocab: int = 128, seed: int = 0)
     ]
 
 
-def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = "fp32", objective=None):
+def after_updates(groups: list[dict], truth: DenseResult, *, seed: int = 0) -> list[dict]:
+    """The groups as a later step sees them: their old logprobs are up to 0.1, less than the clip, off the present ones.
+
+    At ratio 1 the loss is the mean advantage whatever the model says; here it is not.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(logprobs: torch.Tensor) -> list[float]:
+        return (logprobs + 0.2 * torch.rand(len(logprobs), generator=generator) - 0.1).tolist()
+
+    return [
+        group | {"old_logprobs": [moved(truth.logprobs[g, b]) for b in range(len(group["responses"]))]}
+        for g, group in enumerate(groups)
+    ]
+
+
+def build_learner(
+    layout: Layout,
+    hf: dict,
+    *,
+    detached: bool,
+    precision: str = "fp32",
+    objective=None,
+    use_distributed_optimizer: bool = False,
+):
     """(learner, context) of this rank; weights are unset."""
     context = init_parallel(layout.parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
     chunks = build_model(hf, BuildOptions(precision, layout.recompute), context, **layout.changes)
@@ -148,7 +180,12 @@ def build_learner(layout: Layout, hf: dict, *, detached: bool, precision: str = 
         for name, parameter in chunk.named_parameters():
             if any(part in name for part in layout.frozen):
                 parameter.requires_grad_(False)
-    chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False, grad_reduce_in_fp32=layout.grad_reduce_in_fp32)
+    chunks = wrap_ddp(
+        chunks,
+        context,
+        use_distributed_optimizer=use_distributed_optimizer,
+        grad_reduce_in_fp32=layout.grad_reduce_in_fp32,
+    )
     return Learner(chunks, context, options, link=make_link(context)), context
 
 
@@ -191,13 +228,44 @@ def gradient_errors(learner: Learner, hf: dict, truth: dict, *, frozen: bool = F
     return errors, missing
 
 
+def _norms_of_truth(learner: Learner, hf: dict, truth: dict) -> dict[str, float]:
+    """RankResult's `wanted`: of a tied embedding and head one, and none that is frozen on this rank."""
+    entries = entries_of(text_config(hf))
+    frozen = {
+        weight.entry.megatron
+        for weight in named_weights(learner.chunks, entries, learner.context.groups)
+        if not weight.tensor.requires_grad
+    }
+    return {
+        name: float(want.double().square().sum())
+        for name, want in megatron_state_from_hf(truth, hf, gradient=True).items()
+        if not entries[name].duplicate and name not in frozen
+    }
+
+
+def _grad_norm(learner: Learner, precision: str, distributed: bool) -> float:
+    optimizer = build_optimizer(
+        load_config([]).optimizer,
+        learner.chunks,
+        learner.context,
+        precision=precision,
+        use_distributed_optimizer=distributed,
+    )
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
 def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, precision) -> RankResult:
-    learner, context = build_learner(layout, hf, detached=detached, precision=precision)
+    distributed = layout.cp * layout.dp > 1  # as a run has it
+    learner, context = build_learner(
+        layout, hf, detached=detached, precision=precision, use_distributed_optimizer=distributed
+    )
     fill_from_hf(learner.chunks, hf, weights, context.groups)
     stats, logprobs = learner.compute_gradients(prompt_groups(groups))
+    grad_norm = _grad_norm(learner, precision, distributed)
+    complete_gradients(learner.chunks)
     errors, missing = gradient_errors(learner, hf, truth, frozen=bool(layout.frozen or layout.trainable))
-    extra = {"state_bytes": None}
-    return RankResult(errors, logprobs, stats, missing, extra)
+    return RankResult(errors, logprobs, stats, missing, _norms_of_truth(learner, hf, truth), grad_norm)
 
 
 def _run_grads(rank, world_size, layout, hf, weights, groups, detached) -> dict[str, torch.Tensor]:
@@ -234,7 +302,11 @@ def run_layout(
 
 
 def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:
-    """DESIGN section 8's bounds for every tensor on every rank; logprobs; the loss."""
+    """DESIGN section 8's bounds for every tensor on every rank; logprobs, loss and gradient norm; nothing left out."""
+    seen = set().union(*(result.errors for result in results))
+    wanted = set.intersection(*(set(result.wanted) for result in results))
+    assert wanted <= seen, f"on no rank: {sorted(wanted - seen)[:4]}"
+    norm_trained = math.sqrt(sum(results[0].wanted[name] for name in wanted))
     norm_all = math.sqrt(sum(float(g.double().square().sum()) for g in truth.grads.values() if g is not None))
     for rank, result in enumerate(results):
         assert not result.missing, f"rank {rank}: gradients missing or too many: {result.missing[:4]}"
@@ -255,4 +327,5 @@ def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:
         assert result.logprobs.keys() == truth.logprobs.keys()
         for key, logprobs in result.logprobs.items():
             assert np.abs(logprobs - truth.logprobs[key].numpy()).max(initial=0) <= LOGPROB, f"rank {rank}: {key}"
-        assert abs(result.stats["loss"] - truth.loss) <= 1e-5 * max(1.0, abs(truth.loss))
+        assert result.stats["loss"] == pytest.approx(truth.loss, rel=SCALAR), f"rank {rank}"
+        assert result.grad_norm is None or result.grad_norm == pytest.approx(norm_trained, rel=SCALAR), f"rank {rank}"

@@ -131,8 +131,9 @@ def _branch_logprobs(model, prompt: Tensor, response: Tensor, cache) -> Tensor:
 
 
 def dense_grpo(model, groups: list[dict], *, detached: bool = False) -> DenseResult:
-    """Loss and gradient of the default objective at ratio 1, over groups of {"prompt", "responses", "advantages",
-    "masks"?}: mean over groups of -1/G sum_i 1/R_i sum_t A_i exp(logp - logp.detach())."""
+    """Loss and gradient of the default objective over groups of {"prompt", "responses", "advantages", "masks"?,
+    "old_logprobs"?}: mean over groups of -1/G sum_i 1/R_i sum_t A_i exp(logp - old), ratios within the clip; old
+    logprobs are the present ones where they are not given."""
     result = DenseResult()
     model.zero_grad(set_to_none=True)
     for g, group in enumerate(groups):
@@ -149,7 +150,8 @@ def dense_grpo(model, groups: list[dict], *, detached: bool = False) -> DenseRes
             result.logprobs[g, b] = logprobs.detach()
             if mask.sum() == 0:
                 continue
-            ratio = torch.exp(logprobs - logprobs.detach())
+            old = torch.as_tensor(group["old_logprobs"][b]) if "old_logprobs" in group else logprobs.detach()
+            ratio = torch.exp(logprobs - old)
             loss = -(advantage * ratio * mask).sum() / mask.sum() / len(group["responses"]) / len(groups)
             loss.backward()
             result.loss += float(loss.detach())

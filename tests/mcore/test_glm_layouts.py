@@ -1,4 +1,5 @@
-"""GLM in parallel layouts: every parameter's gradient on every rank against Hugging Face's, with 4 index heads.
+"""GLM in parallel layouts: every parameter's gradient on every rank, loss and gradient norm, against Hugging Face's,
+with 4 index heads and old logprobs that are not the present ones.
 
 Three groups of different shape, so that data-parallel ranks of one expert group run in lockstep, one of them longer
 than the others or without any group.
@@ -6,7 +7,7 @@ than the others or without any group.
 
 import pytest
 from glm_oracle import glm_truth
-from harness import Layout, assert_equals_oracle, make_groups, run_layout
+from harness import Layout, after_updates, assert_equals_oracle, make_groups, run_layout
 from oracle import glm_config, make_model
 
 from longstraw_megatron.errors import RefusedError
@@ -47,6 +48,7 @@ LAYOUTS = {
 def case():
     model = make_model(glm_config(index_n_heads=4))
     groups = make_groups((60, [12, 1, 17]), (1, [5]), (37, [8, 3]))
+    groups = after_updates(groups, glm_truth(model, groups))
     return model, groups, glm_truth(model, groups)
 
 
@@ -62,8 +64,16 @@ def test_stages_that_share_top_k_are_refused_with_the_legal_starts():
         pipeline_layout(hf, pp=2, vpp=1, stages=(4, 7))
 
 
-@pytest.mark.parametrize("name", ["cp2", "tp2_sp", "ep2"])
-def test_detached_gradient_is_that_of_a_detached_cache(case, name):
+@pytest.fixture(scope="module")
+def detached_truth(case):
     model, groups, _ = case
-    truth = glm_truth(model, groups, detached=True)
-    assert_equals_oracle(run_layout(LAYOUTS[name], model, truth, groups, detached=True), truth)
+    return glm_truth(model, groups, detached=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cp2", "cp4_recompute", "cp8", "tp2_sp", "tp2_sp_cp2", "ep2", "cp2_ep2", "cp4_ep4", "cp2_ep2_dp2", "pp2_cp2_ep2"],
+)
+def test_detached_gradient_is_that_of_a_detached_cache(case, detached_truth, name):
+    model, groups, _ = case
+    assert_equals_oracle(run_layout(LAYOUTS[name], model, detached_truth, groups, detached=True), detached_truth)
