@@ -191,10 +191,39 @@ def test_several_groups_overlap(pp_size, shape):
 @pytest.mark.parametrize("vpp_size", [2, 3])
 @pytest.mark.parametrize("shape", [(8, 8), (8, 16), (8, 32)])
 def test_virtual_stages_shrink_the_bubble(pp_size, vpp_size, shape):
+    """Within 5 % of `_bound`, which holds for virtual stages too: the last rank waits for pp_size - 1 PREFILLs, and
+    as many PROMPT_BACKWARDs follow its last action. Segments fill whole turns of `pp_size` on 2, 4 and 8 ranks here.
+    """
     plain = Description(groups=(GroupShape(*shape),), pp_size=pp_size)
     virtual = Description(groups=plain.groups, pp_size=pp_size, vpp_size=vpp_size)
     assert _makespan(virtual) <= 1.05 * _bound(virtual)
     assert _makespan(virtual) / vpp_size < _makespan(plain)  # a virtual stage costs 1 / vpp_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "over"),
+    [
+        ((1, 8), 1.36),
+        ((2, 16), 1.19),
+        ((4, 8), 1.19),
+        ((4, 16), 1.14),
+        ((6, 16), 1.07),
+        ((12, 16), 1.1),
+        ((16, 3), 1.16),
+    ],
+)
+def test_virtual_stages_where_segments_do_not_fill_the_turns(shape, over):
+    """Turns are of `pp_size` units: with fewer segments, or a last turn that is not full, ranks wait between turns.
+
+    `over` is what the planner reaches at 8 ranks, 3 % to 36 % over a bound that leaves those waits out; nobody has
+    shown that less is possible or not. What is required: virtual stages are never worse than none.
+    """
+    for pp_size in (4, 8):
+        plain = Description(groups=(GroupShape(*shape),), pp_size=pp_size)
+        for vpp_size in (2, 3):
+            virtual = Description(groups=plain.groups, pp_size=pp_size, vpp_size=vpp_size)
+            assert _makespan(virtual) <= over * _bound(virtual)
+            assert _makespan(virtual) / vpp_size < _makespan(plain)
 
 
 @pytest.mark.parametrize("max_live_prefixes", [1, 2])
