@@ -29,6 +29,7 @@ from longstraw_megatron.testing import run_ranks
 
 OVERALL, PER_TENSOR, PER_TENSOR_ABS, LOGPROB = 1e-5, 1e-4, 1e-6, 1e-5  # DESIGN section 8
 SCALAR = 1e-5  # loss and gradient norm: one layout equals every other, since each equals the truth
+LOSS_ABS = 1e-6  # rounding of float32 logprobs, for losses whose terms cancel
 
 
 @dataclass(frozen=True)
@@ -327,5 +328,5 @@ def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:
         assert result.logprobs.keys() == truth.logprobs.keys()
         for key, logprobs in result.logprobs.items():
             assert np.abs(logprobs - truth.logprobs[key].numpy()).max(initial=0) <= LOGPROB, f"rank {rank}: {key}"
-        assert result.stats["loss"] == pytest.approx(truth.loss, rel=SCALAR), f"rank {rank}"
+        assert result.stats["loss"] == pytest.approx(truth.loss, rel=SCALAR, abs=LOSS_ABS), f"rank {rank}"
         assert result.grad_norm is None or result.grad_norm == pytest.approx(norm_trained, rel=SCALAR), f"rank {rank}"

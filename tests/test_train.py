@@ -247,6 +247,8 @@ def test_torchrun_and_offline_wandb(rollouts, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "phase of the last step" in done.stdout
     (metrics,) = metrics_of(run_dir)
+    by_purpose = {n: v for n, v in metrics.items() if n.startswith("perf/sent_") and n != "perf/sent_bytes"}
+    assert metrics["perf/sent_bytes"] == sum(by_purpose.values()) > 0
     (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     assert str(metrics["train/grad_norm"])[:8].encode() in file.read_bytes()
 

@@ -95,12 +95,6 @@ class Watch:
         self._sent_before = self.trainer.learner.traffic.total
 
 
-def sent_so_far(trainer: Trainer) -> Counter[str]:
-    """Bytes that this rank sent, by purpose: for context parallelism, and to other pipeline stages."""
-    link = trainer.learner.engine.link
-    return trainer.learner.traffic.sent + (link.traffic.sent if link is not None else Counter())
-
-
 @dataclass
 class Repetition:
     """One gradient: how long it took, and what it took by phase."""
@@ -118,7 +112,7 @@ class Repetition:
         learner.monitor.take()
         dist.barrier()
         watch.begin()
-        sent = sent_so_far(trainer)
+        sent = learner.sent
         start, cpu_start = time.perf_counter(), time.process_time()
         stats, _ = learner.compute_gradients(groups)
         return cls(
@@ -126,7 +120,7 @@ class Repetition:
             cpu_seconds=time.process_time() - cpu_start,
             phases=learner.monitor.take(),
             sent_by_phase=watch.sent.copy(),
-            sent_by_purpose=sent_so_far(trainer) - sent,
+            sent_by_purpose=learner.sent - sent,
             loss=float(stats["loss"]),
         )
 

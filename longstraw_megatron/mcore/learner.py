@@ -4,6 +4,7 @@ A global batch is a list of prompt groups. `compute_gradients` leaves the comple
 clips and steps once. Losses are divided by global counts, so gradients are summed and never averaged.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -93,6 +94,12 @@ class Learner:
             stage_inputs=options.stage_inputs,
             progress=progress,
         )
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes that this rank sent so far, by purpose: to its context-parallel peers and to other stages."""
+        link = self.engine.link
+        return self.traffic.sent + (link.traffic.sent if link is not None else Counter())
 
     def score(self, groups: Sequence[PromptGroup]) -> Logprobs:
         """Logprobs of every response token under the current weights, without a graph, on every rank."""

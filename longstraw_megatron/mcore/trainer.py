@@ -6,6 +6,7 @@ Knows neither Hydra nor Weights & Biases: `train.py` hands in the settings and s
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,7 @@ class Trainer:
         """Gradients of one global batch, then the update; metrics under their public names."""
         start = time.perf_counter()
         learner = self.learner
+        sent = learner.sent
         groups = [self.groups[index] for index in indices]
         stats, logprobs = learner.compute_gradients(
             groups,
@@ -120,6 +122,7 @@ class Trainer:
             "perf/tokens_per_second": tokens / seconds,
             **learner.state_metrics,
             **self._phase_metrics(),
+            **_traffic_metrics(learner.sent - sent),
         }
 
     def _phase_metrics(self) -> dict[str, float]:
@@ -177,6 +180,12 @@ class Trainer:
                 hf_config=self.hf_config,
                 hf_path=self.hf_path,
             )
+
+
+def _traffic_metrics(sent: Counter[str]) -> dict[str, float]:
+    """Bytes of a step that this rank sent, in all and by purpose."""
+    by_purpose = {f"perf/sent_{purpose}_bytes": float(num) for purpose, num in sorted(sent.items())}
+    return {"perf/sent_bytes": float(sent.total()), **by_purpose}
 
 
 def write_logprobs(path: str, groups: Sequence[PromptGroup], logprobs: Logprobs) -> None:

@@ -8,6 +8,7 @@ from glm_oracle import glm_truth
 from harness import Layout, assert_equals_oracle, build_learner, fill_from_hf, make_groups, prompt_groups, run_layout
 from oracle import glm_config, make_model, qwen_config
 
+from longstraw_megatron.layout.transfer import TransferShape, choose_transfer, transfer_bytes
 from longstraw_megatron.testing import RankError, run_ranks
 
 MODELS = {"qwen": (qwen_config, "Qwen3_5ForCausalLM"), "glm": (glm_config, "GlmMoeDsaForCausalLM")}
@@ -71,3 +72,39 @@ def test_glm_with_a_prompt_shorter_than_top_k():
     truth = glm_truth(model, groups)
     layout = Layout(cp=4, segment_length=8, branches_per_microbatch=2)
     assert_equals_oracle(run_layout(layout, model, truth, groups), truth)
+
+
+def _sent(rank, world_size, layout, hf, weights, raw):
+    learner, context = build_learner(layout, hf, detached=False)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    learner.compute_gradients(prompt_groups(raw))
+    return dict(learner.sent)
+
+
+def test_bytes_that_attention_sends_in_a_step_equal_the_formula():
+    """One layer of attention; two prompt segments of 32 tokens and a branch of 16, on two ranks."""
+    config = qwen_config(num_hidden_layers=4)
+    hf = config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    weights = dict(make_model(config).state_dict())
+
+    def moved(rows: int, prefix_rows: int, *, backward: bool) -> int:
+        shape = TransferShape(
+            cp_size=2,
+            rows=rows,
+            prefix_rows=prefix_rows,
+            num_heads=config.num_attention_heads,
+            num_key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            itemsize=4,
+            sum_itemsize=4,
+            prefix_grad=True,
+        )
+        return transfer_bytes(choose_transfer(shape, backward=backward), shape, backward=backward)
+
+    segments, branch = [(16, 0), (16, 16)], (8, 32)  # (rows, prefix rows) of each rank
+    prefill = sum(moved(*segment, backward=False) for segment in segments)
+    graphs = sum(moved(*one, backward=backward) for one in (*segments, branch) for backward in (False, True))
+    purposes = ("queries", "partials", "query_grads", "keys", "key_grads")
+    sent = run_ranks(2, _sent, Layout(cp=2, segment_length=32), hf, weights, make_groups((65, [16])), timeout=200)
+    for by_purpose in sent:
+        assert sum(by_purpose.get(purpose, 0) for purpose in purposes) == prefill + graphs
