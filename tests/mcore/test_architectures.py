@@ -243,6 +243,11 @@ def test_tensor_parallel_sizes_that_do_not_cut_qwen(changes, tp, match):
         qwen_hybrid.transformer_config(without(QWEN_HF, **changes), tensor_model_parallel_size=tp)
 
 
+def test_expert_parallelism_of_a_model_without_experts_is_refused():
+    with pytest.raises(RefusedError, match="parallel.ep=2 cuts experts, but the model has none; set parallel.ep=1"):
+        qwen_hybrid.transformer_config(QWEN_HF, expert_model_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     "overrides, match",
     [

@@ -92,7 +92,9 @@ def check(hf: dict) -> None:
         )
 
 
-def _refuse_layout(hf: dict, tp: int) -> None:
+def _refuse_layout(hf: dict, tp: int, ep: int) -> None:
+    if ep > 1:
+        raise RefusedError(f"parallel.ep={ep} cuts experts, but the model has none; set parallel.ep=1.")
     groups = hf["num_key_value_heads"]
     divided = {
         "vocab_size": hf["vocab_size"],
@@ -112,7 +114,7 @@ def transformer_config(hf: dict, **overrides) -> TransformerConfig:
     """
     check(hf)
     tp = overrides.get("tensor_model_parallel_size", 1)
-    _refuse_layout(hf, tp)
+    _refuse_layout(hf, tp, overrides.get("expert_model_parallel_size", 1))
     fields = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
