@@ -26,6 +26,8 @@ logger = logging.getLogger("longstraw_megatron")
 
 LISTED = 12  # layouts of a search that are shown; JSON has all
 MEMORY_PNG, SCHEDULE_PNG = "plan_memory.png", "plan_schedule.png"
+# a dry run's phases that have other names here
+DRY_PHASES = {"forward": "replay", "backward": "replay", "block backward": "replay", "prompt backward": "walk"}
 SHORT = tuple(field.name for field in dataclasses.fields(PlanConfig))  # `search=true` is `plan.search=true`
 
 
@@ -109,7 +111,7 @@ def format_time(time: TimePlan) -> str:
 def compare_dry_run(stage: StageMemory, result: DryRunResult) -> str:
     """Formula and dry run of one rank, item by item at the dry run's peak."""
     peak = result.peak
-    planned = stage.phases.get(peak.name, stage.items)
+    planned = stage.phases.get(DRY_PHASES.get(peak.name, peak.name), stage.items)
     rows = []
     for name, items in [(item.value, (item,)) for item in Item if item not in (*ACTIVATIONS, Item.FRAGMENTATION)] + [
         ("graph, logits, buffers", ACTIVATIONS)

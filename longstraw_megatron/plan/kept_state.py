@@ -30,7 +30,7 @@ def _boundary_bytes(layout: Layout) -> int:
 
 
 class _Tables:
-    """Adds up a stage's tables; those in host memory leave what is staged of one layer on the device."""
+    """Adds up a stage's tables; `staged` is what is copied of one layer, from the host or to sum in float32."""
 
     def __init__(self, layout: Layout):
         self.layout, self.kept = layout, KeptState()
@@ -50,12 +50,13 @@ class _Tables:
         target[Item.STATE_GRADIENTS] += grads
         page = min(page_length, rows + layout.path_rows)
         pages = min(STAGED_PAGES * page, rows + layout.path_rows)
+        staged = Counter()
         if self.on_host:
-            sums = page * shape.float_itemsize if self.grad_size < shape.float_itemsize else 0
-            staged = Counter({Item.STATE: pages * elements * shape.itemsize})
-            if grads:
-                staged[Item.STATE_GRADIENTS] = (pages * self.grad_size + sums) * elements
-            self.staged |= staged
+            staged[Item.STATE] = pages * elements * shape.itemsize
+            staged[Item.STATE_GRADIENTS] = pages * elements * self.grad_size * (grads > 0)
+        if grads and self.grad_size < shape.float_itemsize:
+            staged[Item.STATE_GRADIENTS] += page * elements * shape.float_itemsize  # sums of a page are made in float32
+        self.staged |= staged
 
     def boundaries(self) -> None:
         """Those of one layer: all where it is walked back, with the gradients of two at a time."""

@@ -176,8 +176,7 @@ class _StagePlanner:
         options, floats = layout.config.optimizer, max(size, FLOAT32)
         grad_size = floats if options.grad_reduce_in_fp32 else size
         per_element = MOMENTS * floats + (FLOAT32 if size < FLOAT32 else 0)
-        shard = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
-        shard += -(-parameters.trained_expert // layout.expert_dp)
+        shard = self._shard
         offloaded = int(shard * options.optimizer_offload_fraction) if options.optimizer_cpu_offload else 0
         if offloaded:
             # weights and gradients go to and fro in copies of the device's dtypes
@@ -187,6 +186,13 @@ class _StagePlanner:
             Item.GRADIENTS: parameters.trained * grad_size,
             Item.OPTIMIZER: (shard - offloaded) * per_element,
         }
+
+    @property
+    def _shard(self) -> int:
+        """Trained parameters that this rank updates."""
+        layout, parameters = self.layout, self.parameters
+        dense = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
+        return dense + -(-parameters.trained_expert // layout.expert_dp)
 
     def _stage_inputs(self, rows: int, number: int) -> int:
         layout = self.layout
@@ -234,18 +240,25 @@ class _StagePlanner:
         graph, buffers = worst(_backward_moment, branch_rows, prefix_rows)
         per_graph = max(_graph(layout, s.layers, branch_rows) for s in self.stages)
         graph += (self.report.peak_live_graphs[self.pp_rank] - 1) * per_graph
-        whole_rows = branch_rows  # of the head: sequence parallelism gathers them
-        logits = _head(layout, whole_rows) if has_output else 0
+        logits = _head(layout, branch_rows) if has_output else 0
         if has_output:
             # the head's moment comes before any layer's backward: what it takes replaces their temporaries
             live = self.report.peak_live_graphs[self.pp_rank] * per_graph
             graph, logits = (live, logits) if live + logits > graph else (graph, 0)
-        replay = every if layout.exact else values
-        found["replay"] = self._moment(replay, graph, buffers, logits, self._stage_inputs(branch_rows, held))
+        found["replay"] = self._moment(every, graph, buffers, logits, self._stage_inputs(branch_rows, held))
         if layout.exact and rows:
             graph, buffers = worst(_backward_moment, rows, earlier_rows)
             found["walk"] = self._moment(every, graph, buffers, 0, self._stage_inputs(rows, held))
+        found["update"] = self._update(values if layout.config.state.reuse_steps else ())
         return found
+
+    def _update(self, kept: tuple[Item, ...]) -> dict[Item, int]:
+        """The optimizer's step: the prefix is gone, unless it is used again; low gradients get a float32 copy."""
+        config = self.layout.config
+        is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
+        copies = self._shard * FLOAT32 if is_low and not config.optimizer.optimizer_cpu_offload else 0
+        items = self._moment(kept, 0, 0, 0, 0) | {Item.STAGE_INPUTS: 0}
+        return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
 
 
 def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:

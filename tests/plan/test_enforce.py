@@ -58,3 +58,12 @@ def test_refusal_says_so_where_nothing_fits():
 
 def test_enforce_false_tries_it():
     train.check_memory(_config("plan.enforce=false"), GROUPS, 1, 1000)
+
+
+def test_training_leaves_with_2_before_a_weight_is_made(tmp_path, capsys):
+    rollouts = tmp_path / "groups.jsonl"
+    rollouts.write_text('{"group_id": "g", "prompt_tokens": [1, 2], "branches": [{"tokens": [3], "reward": 1.0}]}\n')
+    # 743 billion parameters with gradients and moments in float32 are 12 TB
+    assert train.main(["model=glm_5_2", f"rollouts.path={rollouts}", f"run_dir={tmp_path}", "device=cpu"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "most of it for optimizer" in message
