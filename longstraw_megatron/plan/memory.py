@@ -8,6 +8,7 @@ items are those of the moment that takes most: prefill, replay or walk of the pr
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from longstraw_megatron.plan import temporaries
 from longstraw_megatron.plan.activations import FLOAT32, layer_graph
@@ -15,7 +16,7 @@ from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.kept_state import kept_state
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.parameters import Parameters, count_parameters
-from longstraw_megatron.schedule import PlanReport, check_plan, make_plan
+from longstraw_megatron.schedule import Description, Plan, PlanReport, check_plan, make_plan
 from longstraw_megatron.segments.logprobs import WEIGHT_ROWS
 
 MOMENTS = 2  # of AdamW, float32 at least
@@ -261,6 +262,17 @@ class _StagePlanner:
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
 
 
+@lru_cache(maxsize=32)
+def schedule_of(description: Description) -> Plan:
+    """The plan of a description; layouts of a search have few different ones."""
+    return make_plan(description)
+
+
+@lru_cache(maxsize=32)
+def _report_of(description: Description) -> PlanReport:
+    return check_plan(schedule_of(description), description)
+
+
 def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
     """Bytes by item of every pipeline rank.
 
@@ -269,7 +281,7 @@ def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
     """
     p = layout.config.parallel
     description = layout.description(num_groups)
-    report = check_plan(make_plan(description), description)
+    report = _report_of(description)
     per_stage = layout.num_gpus // p.pp
     stages = []
     for pp_rank in range(p.pp):

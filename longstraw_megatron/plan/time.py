@@ -23,9 +23,9 @@ from longstraw_megatron.plan import temporaries
 from longstraw_megatron.plan.activations import layer_graph
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.layout import Layout
-from longstraw_megatron.plan.memory import MemoryPlan
+from longstraw_megatron.plan.memory import MemoryPlan, schedule_of
 from longstraw_megatron.plan.parameters import layer_parameters
-from longstraw_megatron.schedule import Action, Op, PlanReport, check_plan, make_plan
+from longstraw_megatron.schedule import Action, Op, PlanReport, check_plan
 
 BACKWARD_MATMUL, BACKWARD_CORE = 2.0, 2.5  # of a forward
 CHUNK = 64  # tokens of a chunk of the delta rule
@@ -252,7 +252,7 @@ def plan_time(layout: Layout, memory: MemoryPlan) -> TimePlan:
     """Seconds by phase, on the pipeline rank that is busiest."""
     costs = _Costs(layout)
     description = layout.description()
-    report = check_plan(make_plan(description), description, costs)
+    report = check_plan(schedule_of(description), description, costs)
     busiest = max(range(len(report.busy)), key=report.busy.__getitem__)
     phases, work = Counter(), Counter()
     for span in report.timeline[busiest]:
