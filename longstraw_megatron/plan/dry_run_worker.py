@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longstraw_megatron.config import Config, build_config
 from longstraw_megatron.functional.objective import BranchLoss
+from longstraw_megatron.mcore.group_work import GroupWork
 from longstraw_megatron.mcore.learner import Learner
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.patching import applied
@@ -28,6 +29,17 @@ from longstraw_megatron.plan.shortcuts import few_hops, few_pages, short_loops
 from longstraw_megatron.plan.stand_ins import cpu_kernels, even_routing, gpu_kernels
 from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.schedule import Action, Description, GroupShape, Op, incoming, outgoing
+
+NO_SEGMENT = -1
+# the formula's names (plan/memory.py); what a replay takes most is its backward
+PHASES = {
+    Op.PREFILL: "prefill",
+    Op.BLOCK_PREFILL: "block prefill",
+    Op.FORWARD: "replay forward",
+    Op.BACKWARD: "replay",
+    Op.BLOCK_BACKWARD: "block walk",
+    Op.PROMPT_BACKWARD: "walk",
+}
 
 
 class Recorder:
@@ -82,15 +94,15 @@ def build_learner(config: Config, context: ParallelContext, recorder: Recorder) 
     return learner, (optimizer, moments)
 
 
-def _actions(description: Description, pp_rank: int, num_segments: int) -> list[Action]:
-    """First and last PREFILL, as many FORWARDs as may live at once, their BACKWARDs, the last PROMPT_BACKWARD."""
-    stages, last = description.stages_of(pp_rank), num_segments - 1
+def _actions(description: Description, pp_rank: int, last: int) -> list[Action]:
+    """PREFILL of the first segment and of `last`, as many FORWARDs as may live at once, their BACKWARDs, the walk."""
+    stages = description.stages_of(pp_rank)
     num_microbatches = description.groups[0].num_microbatches
-    computes = [Action(Op.PREFILL, 0, unit, stage) for unit in sorted({0, last} - {-1}) for stage in stages]
+    computes = [Action(Op.PREFILL, 0, unit, stage) for unit in sorted({0, last} - {NO_SEGMENT}) for stage in stages]
     live = {stage: range(min(description.max_live_graphs(stage), num_microbatches)) for stage in stages}
     computes += [Action(Op.FORWARD, 0, unit, stage) for stage in stages for unit in live[stage]]
     computes += [Action(Op.BACKWARD, 0, unit, stage) for stage in reversed(stages) for unit in live[stage]]
-    if description.exact and num_segments:
+    if description.exact and last != NO_SEGMENT:
         computes += [Action(Op.PROMPT_BACKWARD, 0, last, stage) for stage in reversed(stages)]
     actions = []
     for compute in computes:
@@ -99,12 +111,18 @@ def _actions(description: Description, pp_rank: int, num_segments: int) -> list[
     return actions
 
 
+def _last_long_segment(work: GroupWork) -> int:
+    """The last segment with as many rows as any: behind it there may be a shorter one."""
+    rows = [layout.rows for layout in work.segment_layouts]
+    return max((index for index, count in enumerate(rows) if count == max(rows)), default=NO_SEGMENT)
+
+
 def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None:
-    """The engine on the first and the last prompt segment and as many microbatches as live at once."""
+    """The engine on the first and the last long prompt segment, and on as many microbatches as live at once."""
     live, engine, groups = recorder.live, learner.engine, learner.context.groups
     # every data-parallel rank has one
     _, (work, *_), _ = learner.prepare([workload.group()] * groups.dp.size(), learner.options.state, forward_only=False)
-    last = work.num_segments - 1
+    last = _last_long_segment(work)
     description = Description(
         groups=(GroupShape(work.num_segments, work.num_microbatches),),
         pp_size=groups.pp.size(),
@@ -116,19 +134,19 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
         state = work.states[action.stage // groups.pp.size()]
         live.recount(state.experts.values(), Item.STATE)
         live.recount(engine.kept_inputs.values(), Item.STAGE_INPUTS)
-        if action.op is Op.PREFILL and action.unit == 0 and last > 0:
-            recorder.close("first prefill")
-            fill_state(state, work, live)
-            fill_stage_inputs(engine, action.stage, last, live)
+        is_first = action.op is Op.PREFILL and action.unit == 0 and last > 0
+        recorder.close("first prefill" if is_first else PHASES[action.op])
+        missing = range(1, last) if is_first else range(last + 1, work.num_segments)
+        if action.op is Op.PREFILL and missing:
+            fill_state(state, work, missing, live)
+            fill_stage_inputs(engine, action.stage, work, missing, live)
             recorder.close("state")
-        else:
-            recorder.close(f"{action.op.name.lower().replace('_', ' ')}")
 
     def objective(place: int, branch: int, logprobs: Tensor) -> BranchLoss:
         return BranchLoss(loss=logprobs.sum(), grad_logprobs=torch.empty_like(logprobs), stats={})
 
     engine.progress = progress
-    engine.run(_actions(description, groups.pp.rank(), work.num_segments), [work], objective=objective)
+    engine.run(_actions(description, groups.pp.rank(), last), [work], objective=objective)
 
 
 def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -> DryRunResult:

@@ -1,6 +1,6 @@
-"""A prefix that nobody ran: after the first segment, what all segments but the last would have left."""
+"""A prefix that nobody ran: what segments that are not run would have left, by the tables of those that were."""
 
-import torch
+from torch import Tensor
 
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
@@ -20,26 +20,33 @@ def _fill_rows(state: PrefixState, num_rows: int) -> None:
             rows.make_grads()
 
 
-def fill_state(state: PrefixState, work: GroupWork, live: LiveMemory) -> None:
-    """`state` holds the first segment; afterwards all but the last."""
-    last = work.num_segments - 1
-    _fill_rows(state, work.prefix_rows[last])
+def fill_state(state: PrefixState, work: GroupWork, segments: range, live: LiveMemory) -> None:
+    """`state` holds what came before `segments`; afterwards also what they would have left."""
+    _fill_rows(state, work.prefix_rows[segments.stop])
     for _, boundaries in state.boundary_tables():
-        for boundary in range(2, last + 1):
+        for boundary in range(segments.start + 1, segments.stop + 1):
             boundaries.put(boundary, *(value.clone() for value in boundaries.get(boundary - 1)))
     with live.counted_as(Item.STATE):
-        for layer_number, _ in list(state.experts):
-            for index in range(1, last):
-                state.experts[layer_number, index] = state.experts[layer_number, 0].clone()
+        for layer_number in [layer_number for layer_number, index in state.experts if index == 0]:
+            first = state.experts[layer_number, 0]
+            for index in segments:
+                num_rows = _rows_like(first, work, index)
+                state.experts[layer_number, index] = first.new_empty(num_rows, *first.shape[1:])
     if state.layouts:
-        for index in range(1, last):
+        for index in segments:
             state.layouts[index] = work.starts[index], work.segment_layouts[index]
 
 
-def fill_stage_inputs(engine: Engine, stage: int, last: int, live: LiveMemory) -> None:
-    """The stage's inputs of all segments but the last, like that of the first and where that lies."""
+def fill_stage_inputs(engine: Engine, stage: int, work: GroupWork, segments: range, live: LiveMemory) -> None:
+    """The stage's inputs of `segments`, like that of the first and where that lies."""
     first = engine.kept_inputs.get((0, 0, stage))
     if first is not None:
         with live.counted_as(Item.STAGE_INPUTS, on_host=engine.stage_inputs == "host"):
-            for index in range(1, last):
-                engine.kept_inputs[0, index, stage] = torch.empty_like(first)
+            for index in segments:
+                num_rows = _rows_like(first, work, index)
+                engine.kept_inputs[0, index, stage] = first.new_empty(num_rows, *first.shape[1:])
+
+
+def _rows_like(first: Tensor, work: GroupWork, index: int) -> int:
+    """Rows of a segment's tensor of which the first segment's is `first`."""
+    return first.shape[0] * work.segment_layouts[index].rows // work.segment_layouts[0].rows

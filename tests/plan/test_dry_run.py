@@ -74,7 +74,7 @@ def test_items_are_those_of_a_real_step(model):
         Item.BOUNDARIES: replayed["boundaries"],
     }
     few = {Item.WEIGHTS: 512, Item.OPTIMIZER: 64}
-    for name, action in (("backward", "BACKWARD"), ("prompt backward", "PROMPT_BACKWARD")):
+    for name, action in (("replay", "BACKWARD"), ("walk", "PROMPT_BACKWARD")):
         got = phases[name].items
         # besides: the layers' rotary frequencies, and a few numbers of the optimizer's own
         assert {item: pytest.approx(got.get(item, 0), abs=few.get(item, 0)) for item in want} == want
