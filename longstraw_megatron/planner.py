@@ -253,5 +253,8 @@ def main(overrides: Sequence[str]) -> int:
     config = resolve_hardware(load_config(with_plan_keys(overrides)))
     num_gpus = num_gpus_of(config)
     if config.plan.search:
+        for key in ("dry_run", "draw"):
+            if getattr(config.plan, key):
+                raise RefusedError(f"plan.{key}=true is for one layout, got plan.search=true; ask for one of the two.")
         return plan_search(config, num_gpus)
     return plan_layout(config, num_gpus)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from longstraw_megatron.batch import PromptGroup, split_microbatches
 from longstraw_megatron.config import Config, check_world_size
@@ -17,6 +17,11 @@ from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.schedule import Description, GroupShape
 
 ITEMSIZES = {"bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@lru_cache(maxsize=4)
+def _group_of(workload: Workload) -> PromptGroup:
+    return workload.group()
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,9 @@ class Layout:
         ranks = range(self.config.parallel.cp)
         return max(sum(cuts[length].valid(r) * n for length, n in counts.items()) for r in ranks)
 
-    @cached_property
+    @property
     def group(self) -> PromptGroup:
-        return self.workload.group()
+        return _group_of(self.workload)
 
     @cached_property
     def microbatches(self) -> list[list[int]]:

@@ -80,6 +80,7 @@ def test_every_hardware_file(name):
         (["num_gpus=3", "parallel.cp=2"], "multiple of"),
         (["num_gpus=0"], "plan.num_gpus"),
         (["parallel.tp=5"], "parallel.tp=5 does not divide"),
+        (["search=true", "draw=true"], "plan.draw=true is for one layout"),
         (["searches=true"], "Unknown key 'searches'"),
     ],
 )
