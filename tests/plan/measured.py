@@ -1,7 +1,7 @@
 """What ranks take, and what the planner says of them: `PLANNED`, run one by one; `python tests/plan/measured.py`.
 
-Minutes, not seconds: twelve runs of both small models, prompts of 4,096 to 65,536 tokens. The test that goes with every
-change is test_plan_memory.py.
+Many minutes: runs of both small models, prompts of 4,096 to 65,536 tokens; arguments are indices of those to run. The
+test that goes with every change is test_plan_memory.py.
 """
 
 import sys
@@ -26,6 +26,8 @@ LOADED = (Item.WEIGHTS, Item.GRADIENTS, Item.OPTIMIZER)
 QWEN, GLM = "model=tiny_qwen_hybrid", "model=tiny_glm_dsa"
 PLANNED = (
     f"{QWEN} prompt_length=4096",
+    f"{QWEN} prompt_length=4096 parallel.cp=2 recompute=full",
+    f"{QWEN} prompt_length=4096 parallel.pp=2 group_size=3",
     f"{QWEN} prompt_length=8192 parallel.tp=2",
     f"{QWEN} prompt_length=8192 parallel.pp=2 gradient=detached response_length=256",
     f"{QWEN} prompt_length=8192 state.location=host recompute=full",
@@ -33,9 +35,10 @@ PLANNED = (
     f"{QWEN} prompt_length=16384 gradient=detached segment_length=2048 response_length=512 response_block=128",
     f"{GLM} prompt_length=4096",
     f"{GLM} prompt_length=4096 parallel.tp=2 recompute=full",
+    f"{GLM} prompt_length=4096 parallel.cp=2 parallel.ep=2",
+    f"{GLM} prompt_length=4096 parallel.pp=2 gradient=detached group_size=3",
     f"{GLM} prompt_length=4096 state.location=host",
     f"{GLM} prompt_length=8192 parallel.cp=2 parallel.ep=2 recompute=full",
-    f"{GLM} prompt_length=8192 parallel.pp=2 gradient=detached",
     f"{QWEN} prompt_length=65536 parallel.cp=2 segment_length=4096 gradient=detached state.location=host",
 )
 WORKLOAD = "segment_length=1024 response_length=64 group_size=2"
@@ -99,4 +102,4 @@ def main(runs: tuple[str, ...] = PLANNED) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tuple(PLANNED[int(index)] for index in sys.argv[1:]) or PLANNED))
