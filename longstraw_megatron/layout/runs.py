@@ -88,6 +88,31 @@ class SegmentLayout:
         return index
 
 
+def piece_of(valid: int, part: int, parts: int) -> slice:
+    """Rows of a shard with `valid` tokens in its piece `part` of `parts`: consecutive, as equal as whole rows allow."""
+    size = -(-valid // parts)
+    return slice(min(part * size, valid), min((part + 1) * size, valid))
+
+
+def split_shards(layout: SegmentLayout, parts: int) -> SegmentLayout:
+    """Every shard cut into `parts` pieces of its valid rows: piece p of rank r is the shard of rank r * parts + p."""
+    if parts == 1:
+        return layout
+    shards = []
+    for cp_rank, runs in enumerate(layout.runs):
+        for part in range(parts):
+            piece = piece_of(layout.valid(cp_rank), part, parts)
+            bounds = [(run, max(run.offset, piece.start), min(run.offset + run.length, piece.stop)) for run in runs]
+            shards.append(
+                tuple(
+                    Run(run.sequence, run.start + first - run.offset, stop - first, first - piece.start)
+                    for run, first, stop in bounds
+                    if first < stop
+                )
+            )
+    return SegmentLayout(layout.lengths, tuple(shards), -(-layout.rows // parts))
+
+
 def cut_sequences(
     lengths: tuple[int, ...] | list[int],
     *,

@@ -162,6 +162,8 @@ def _run_groups(
             group_cut,
             state_options,
             cp_rank=groups.cp.rank(),
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
             num_chunks=len(chunks),
             device=device,
             traffic=traffic,

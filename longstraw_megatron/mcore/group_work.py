@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longstraw_megatron.batch import PromptGroup, split_microbatches
 from longstraw_megatron.comm.counters import Traffic
-from longstraw_megatron.layout import SegmentLayout, Style, cut_sequences
+from longstraw_megatron.layout import SegmentLayout, Style, cut_sequences, piece_of
 from longstraw_megatron.mcore.segment_pass import SegmentPass
 from longstraw_megatron.schedule import GroupShape
 from longstraw_megatron.segments.segment import Mode, positions_of
@@ -121,6 +121,8 @@ class GroupWork:
         state_options: StateOptions,
         *,
         cp_rank: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
         num_chunks: int,
         device: torch.device,
         traffic: Traffic,
@@ -130,6 +132,7 @@ class GroupWork:
         self.group = group
         self.traffic = traffic
         self.cp_rank = cp_rank
+        self.tp_rank, self.tp_size = tp_rank, tp_size
         self.device = device
         self.prefix_length = len(group.prefix_tokens) if group is not None else 0
         self.segment_layouts = cut.segment_layouts
@@ -145,7 +148,11 @@ class GroupWork:
         by_rank = [[0, *accumulate(layout.valid(r) for layout in self.segment_layouts)] for r in range(cut.cp_size)]
         self.rows_by_rank = list(zip(*by_rank, strict=True))
         self.prefix_rows = by_rank[cp_rank]
-        self.states = [PrefixState(state_options, num_rows=self.prefix_rows[-1]) for _ in range(num_chunks)]
+        pieces = [piece_of(layout.valid(cp_rank), tp_rank, tp_size) for layout in self.segment_layouts]
+        # what this rank holds before each segment of what tensor-parallel ranks share out
+        self.owned_rows = [0, *accumulate(piece.stop - piece.start for piece in pieces)]
+        num_rows = {"num_rows": self.prefix_rows[-1], "num_owned_rows": self.owned_rows[-1]}
+        self.states = [PrefixState(state_options, **num_rows) for _ in range(num_chunks)]
         self.paths: dict[tuple[int, int], PrefixState] = {}  # (microbatch, chunk) -> state of a branch in blocks
         self.logprobs: dict[int, Tensor] = {}  # branch -> [R] float32, filled by the last stage
 
@@ -277,6 +284,8 @@ class GroupWork:
             traffic=self.traffic,
             layout=layout,
             cp_rank=self.cp_rank,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
             state=state,
             positions=positions_of(layout, self.cp_rank, start, self.device),
         )

@@ -167,6 +167,8 @@ class Learner:
                 cut_group(None if index is None else groups[index], options.cut, cp_size=pg.cp.size(), rows=rows),
                 state,
                 cp_rank=pg.cp.rank(),
+                tp_rank=pg.tp.rank(),
+                tp_size=pg.tp.size(),
                 num_chunks=len(self.chunks),
                 device=self.context.device,
                 traffic=self.traffic,

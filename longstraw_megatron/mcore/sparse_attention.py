@@ -5,6 +5,7 @@ kept on the pass, where layers that share it and recompute find it: recompute re
 """
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer, DSAttention
 from torch import Tensor, nn
 
@@ -68,11 +69,18 @@ class SegmentDSAttention(DSAttention):
             self._selection(x, qr, segment),
             segment=segment,
             layer_number=self.layer_number,
-            cp_group=self.pg_collection.cp,
+            cp_group=self._owners(segment),
             softmax_scale=self.softmax_scale,
             kv_lora_rank=self.config.kv_lora_rank,
         )
         return out.reshape(num_rows, 1, -1)
+
+    def _owners(self, segment: SegmentPass):
+        """The ranks that share the segment's latents and index keys; in Megatron's groups TP runs faster than CP."""
+        if segment.tp_size == 1:
+            return self.pg_collection.cp
+        # a model that a pipeline built may have been given the groups that Megatron's own layers need only
+        return getattr(self.pg_collection, "tp_cp", None) or parallel_state.get_tensor_and_context_parallel_group()
 
     def _selection(self, x: Tensor, qr: Tensor, segment: SegmentPass) -> Tensor:
         """Selected positions [T, k], from the pass, or made and left there."""
@@ -94,7 +102,8 @@ class SegmentDSAttention(DSAttention):
             segment=segment,
             layer_number=self.layer_number,
             index_topk=self.index_topk,
-            cp_group=self.pg_collection.cp,
+            cp_group=self._owners(segment),
+            tp_group=self.pg_collection.tp,
         )
         return segment.topk[self.layer_number]
 

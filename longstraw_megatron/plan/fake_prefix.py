@@ -2,18 +2,20 @@
 
 from torch import Tensor
 
+from longstraw_megatron.layout import split_shards
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
-from longstraw_megatron.state import PrefixState
+from longstraw_megatron.state import OWNED_KINDS, PrefixState
 
 WITHOUT_GRADIENT = ("index_key",)
 
 
-def _fill_rows(state: PrefixState, num_rows: int) -> None:
-    """Append up to `num_rows` rows to every table; in exact mode all pages have accumulators, as after a replay."""
+def _fill_rows(state: PrefixState, prefix_rows: int, owned_rows: int) -> None:
+    """Append up to so many rows to every table; in exact mode all pages have accumulators, as after a replay."""
     for kind, _, rows in state.tables():
+        num_rows = owned_rows if kind in OWNED_KINDS else prefix_rows
         first = next(rows.pages(1))
         rows.append(*(t[:1].expand(num_rows - rows.num_rows, *t.shape[1:]) for t in first.tensors))
         if state.exact and kind not in WITHOUT_GRADIENT:
@@ -22,7 +24,7 @@ def _fill_rows(state: PrefixState, num_rows: int) -> None:
 
 def fill_state(state: PrefixState, work: GroupWork, segments: range, live: LiveMemory) -> None:
     """`state` holds what came before `segments`; afterwards also what they would have left."""
-    _fill_rows(state, work.prefix_rows[segments.stop])
+    _fill_rows(state, work.prefix_rows[segments.stop], work.owned_rows[segments.stop])
     for _, boundaries in state.boundary_tables():
         for boundary in range(segments.start + 1, segments.stop + 1):
             boundaries.put(boundary, *(value.clone() for value in boundaries.get(boundary - 1)))
@@ -34,7 +36,7 @@ def fill_state(state: PrefixState, work: GroupWork, segments: range, live: LiveM
                 state.experts[layer_number, index] = first.new_empty(num_rows, *first.shape[1:])
     if state.layouts:
         for index in segments:
-            state.layouts[index] = work.starts[index], work.segment_layouts[index]
+            state.layouts[index] = work.starts[index], split_shards(work.segment_layouts[index], work.tp_size)
 
 
 def fill_stage_inputs(engine: Engine, stage: int, work: GroupWork, segments: range, live: LiveMemory) -> None:

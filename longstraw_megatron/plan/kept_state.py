@@ -39,17 +39,20 @@ class _Tables:
         names = {"auto": layout.shape.float_itemsize, "fp32": 4, "bf16": 2}
         self.grad_size = names[layout.config.state.grad_dtype]
 
-    def rows(self, elements: int, page_length: int, *, with_grads: bool) -> None:
-        """A table with so many elements in a row, of the prompt and of a branch that goes in blocks."""
+    def rows(self, elements: int, page_length: int, *, with_grads: bool, owners: int = 1) -> None:
+        """A table with so many elements in a row, of the prompt and of a branch that goes in blocks.
+
+        `owners` ranks with the same rows share them out.
+        """
         layout, shape = self.layout, self.layout.shape
-        rows = layout.prefix_rows
-        grad_rows = (rows * layout.exact + layout.path_rows) * with_grads
-        values, grads = (rows + layout.path_rows) * elements * shape.itemsize, grad_rows * elements * self.grad_size
+        rows, path_rows = -(-layout.prefix_rows // owners), -(-layout.path_rows // owners)
+        grad_rows = (rows * layout.exact + path_rows) * with_grads
+        values, grads = (rows + path_rows) * elements * shape.itemsize, grad_rows * elements * self.grad_size
         target = self.kept.host if self.on_host else self.kept.device
         target[Item.STATE] += values
         target[Item.STATE_GRADIENTS] += grads
-        page = min(page_length, rows + layout.path_rows)
-        pages = min(STAGED_PAGES * page, rows + layout.path_rows)
+        page = min(page_length, rows + path_rows)
+        pages = min(STAGED_PAGES * page, rows + path_rows)
         staged = Counter()
         if self.on_host:
             staged[Item.STATE] = pages * elements * shape.itemsize
@@ -92,9 +95,10 @@ def kept_state(layout: Layout, stage: Stage) -> KeptState:
         elif attention == "delta":
             tables.boundaries()
         else:
-            tables.rows(shape.latent, GATHERED_PAGE_LENGTH, with_grads=True)
+            owners = layout.config.parallel.tp
+            tables.rows(shape.latent, GATHERED_PAGE_LENGTH, with_grads=True, owners=owners)
             if attention == "full":
-                tables.rows(hf["index_head_dim"], page_length, with_grads=False)
+                tables.rows(hf["index_head_dim"], page_length, with_grads=False, owners=owners)
         if mlp == "sparse":
             tables.experts()
     tables.kept.device.update(tables.staged)

@@ -17,8 +17,9 @@ FLA_ROW = 12  # of a value head, in head dims: what FLA's backward makes besides
 def index_scores(shape: Shape, rows: int, prefix_rows: int) -> int:
     """A block of the indexer's scores by head, their sum, and the index queries before and behind their rotation."""
     heads, dim = shape.hf["index_n_heads"], shape.hf["index_head_dim"]
-    keys = min(KEY_BLOCK, max(rows, prefix_rows))
-    queries = min(rows, max(1, MAX_SCORES // (heads * keys)))
+    own, prefix_rows = -(-rows // shape.parallel.tp), -(-prefix_rows // shape.parallel.tp)
+    keys = min(KEY_BLOCK, max(own, prefix_rows))
+    queries = min(own, max(1, MAX_SCORES // (heads * keys)))
     return FLOAT32 * queries * keys * (heads + 1) + 2 * rows * heads * dim * shape.itemsize
 
 
@@ -87,18 +88,19 @@ def attention_buffers(shape: Shape, rows: int, prefix_rows: int, *, exact: bool,
 
 
 def sparse_travel(shape: Shape, rows: int, prefix_rows: int, *, exact: bool, backward: bool) -> TravelShape:
-    """What sparse attention moves over context parallelism, as `segments.sparse_attention` counts it."""
+    """What sparse attention moves over the owners of tokens, as `segments.sparse_attention` counts it."""
     hf, heads = shape.hf, shape.over_tp(shape.hf["num_attention_heads"])
     lse, out = rows * heads * shape.float_itemsize, rows * heads * hf["kv_lora_rank"]
     queries = rows * heads * shape.latent
     static = queries * shape.itemsize + rows * hf["index_topk"] * 4
     static += 2 * out * shape.itemsize + lse if backward else 0
-    grad_rows = rows + (prefix_rows if exact else 0)
+    own, prefix_rows = -(-rows // shape.parallel.tp), -(-prefix_rows // shape.parallel.tp)
+    grad_rows = own + (prefix_rows if exact else 0)
     return TravelShape(
-        cp_size=shape.parallel.cp,
+        cp_size=shape.parallel.cp * shape.parallel.tp,
         static=static,
         running=queries * shape.float_itemsize if backward else out * shape.float_itemsize + lse,
-        keys=(rows + prefix_rows) * shape.latent * shape.itemsize,
+        keys=(own + prefix_rows) * shape.latent * shape.itemsize,
         key_grads=grad_rows * shape.latent * shape.float_itemsize if backward else 0,
     )
 
@@ -107,8 +109,9 @@ def index_travel(shape: Shape, rows: int, prefix_rows: int) -> TravelShape:
     """What the index selection moves."""
     hf = shape.hf
     heads, dim = hf["index_n_heads"], hf["index_head_dim"]
+    rows, prefix_rows = -(-rows // shape.parallel.tp), -(-prefix_rows // shape.parallel.tp)
     return TravelShape(
-        cp_size=shape.parallel.cp,
+        cp_size=shape.parallel.cp * shape.parallel.tp,
         static=rows * heads * (dim + 1) * shape.itemsize,
         running=rows * hf["index_topk"] * 8,
         keys=(rows + prefix_rows) * dim * shape.itemsize,

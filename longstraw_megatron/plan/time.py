@@ -204,8 +204,9 @@ class _Costs:
             )
         found = {"sparse attention": max(seconds, sum(map(self._travel, travel)))}
         if selects:
-            flops = 2 * hf["index_n_heads"] * hf["index_head_dim"] * segment.pairs / cp
-            scores = rates.compute(flops, "index") + rates.memory(CANDIDATE_BYTES * segment.pairs / cp)
+            pairs = segment.pairs / cp / self.parallel.tp
+            flops = 2 * hf["index_n_heads"] * hf["index_head_dim"] * pairs
+            scores = rates.compute(flops, "index") + rates.memory(CANDIDATE_BYTES * pairs)
             moved = self._travel(temporaries.index_travel(shape, segment.rows, prefix_rows))
             found["index selection"] = max(scores, moved)
         return found
@@ -213,7 +214,7 @@ class _Costs:
     def _travel(self, shape: TravelShape) -> float:
         if shape.cp_size == 1:
             return 0.0
-        return self.rates.send(travel_bytes(choose_travel(shape), shape), self.parallel.tp * shape.cp_size)
+        return self.rates.send(travel_bytes(choose_travel(shape), shape), shape.cp_size)
 
     def _attention_travel(self, segment: Pass, forwards: int, backward: bool) -> float:
         if self.parallel.cp == 1:

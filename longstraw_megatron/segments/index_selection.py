@@ -1,11 +1,14 @@
 """Which tokens each query of a segment attends to: the indexer's top-k over the prefix and the segment itself.
 
-The selection is global over the context-parallel ranks and stable: best score first, ties by lowest position, whatever
-the segments, pages and ranks. Scores are made in blocks with a running top-k and pass no gradient (the indexer is
-frozen). A selected token is named by its position; a position from the segment's start on is a token of the query's
-own sequence, of which other branches in the microbatch see nothing.
+The selection is global over the ranks that own tokens (`Segment.owner_layout`) and stable: best score first, ties by
+lowest position, whatever the segments, pages and ranks. Scores are made in blocks with a running top-k and pass no
+gradient (the indexer is frozen). A selected token is named by its position; a position from the segment's start on is a
+token of the query's own sequence, of which other branches in the microbatch see nothing.
 
-Shapes: T rows of this rank's shard (padding last), N index heads, D index head dim, k selected tokens, CP ranks.
+Tensor-parallel ranks, which all have the same queries, share them out as they share the keys, and then tell each other.
+
+Shapes: T rows of this rank's shard (padding last), N index heads, D index head dim, k selected tokens, CP owners; in a
+rank's piece of its shard T is the piece's.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from longstraw_megatron.comm import all_gather
 from longstraw_megatron.functional.topk import empty_topk, index_scores, make_candidates, merge_topk, topk_positions
-from longstraw_megatron.layout import Run
+from longstraw_megatron.layout import Run, piece_of
 from longstraw_megatron.layout.transfer import Transfer
 from longstraw_megatron.layout.travel import TravelShape
 from longstraw_megatron.segments.segment import Mode, Segment
@@ -31,16 +34,17 @@ OwnKeys = tuple[Tensor, tuple[Run, ...]]  # index keys of a shard [>= valid, D] 
 
 def record_layout(segment: Segment) -> None:
     """In prefill: let later segments know where this one's tokens lie. Every layer may say it again."""
-    segment.state.layouts[segment.index] = (segment.start, segment.layout)
+    segment.state.layouts[segment.index] = (segment.start, segment.owner_layout)
 
 
 def token_maps(segment: Segment) -> TokenMaps:
     """The maps of a pass, made at its first use."""
     if segment.token_maps is None:
         earlier = segment.state.layouts_before(segment.index)
-        segment.token_maps = make_token_maps(earlier, segment.layout, segment.positions.device)
-        known = segment.token_maps.prefix
-        if known.num_tokens != segment.start or known.rows_by_rank[segment.cp_rank] != segment.prefix_rows:
+        segment.token_maps = make_token_maps(earlier, segment.owner_layout, segment.positions.device)
+        known, first = segment.token_maps.prefix, segment.cp_rank * segment.tp_size
+        held = sum(known.rows_by_rank[first : first + segment.tp_size])
+        if known.num_tokens != segment.start or held != segment.prefix_rows:
             raise ValueError(
                 f"The state knows where {known.num_tokens} prefix tokens lie, {known.rows_by_rank} rows by rank, and "
                 f"the segment starts at position {segment.start} behind {segment.prefix_rows} rows of rank "
@@ -102,19 +106,24 @@ def _gathered_topk(
     index_q: Tensor, index_key: Tensor, index_weights: Tensor, pages, *, segment: Segment, index_topk: int, cp_group
 ) -> Tensor:
     """All index keys come here."""
-    maps, purpose = token_maps(segment), "index_keys"
+    maps, layout, purpose = token_maps(segment), segment.owner_layout, "index_keys"
     counts = maps.prefix.rows_by_rank
     prefix: list[Keys] = []
     if max(counts):
         held = gather_prefix(
-            pages, segment.prefix_rows, max(counts), index_key, segment=segment, cp_group=cp_group, purpose=purpose
+            pages,
+            counts[segment.owner_rank],
+            max(counts),
+            index_key,
+            segment=segment,
+            cp_group=cp_group,
+            purpose=purpose,
         )
         prefix = [(held[r, :count], maps.prefix.tokens_of(r)) for r, count in enumerate(counts) if count]
     every = all_gather(index_key, cp_group, purpose=purpose, traffic=segment.traffic)
-    own = [(every[r], runs) for r, runs in enumerate(segment.layout.runs)]
-    return local_candidates(
-        index_q, index_weights, segment.runs, iter(prefix), own, start=segment.start, index_topk=index_topk
-    )
+    own = [(every[r], runs) for r, runs in enumerate(layout.runs)]
+    runs = layout.runs[segment.owner_rank]
+    return local_candidates(index_q, index_weights, runs, iter(prefix), own, start=segment.start, index_topk=index_topk)
 
 
 @torch.no_grad()
@@ -127,32 +136,36 @@ def select_topk(
     layer_number: int,
     index_topk: int,
     cp_group=None,
+    tp_group=None,
     transfer: Transfer | None = None,
 ) -> Tensor:
     """Positions of the selected tokens, int32 [T, k], best first; -1 behind them and in padding rows.
 
     index_q [T, N, D], index_key [T, D] and index_weights [T, N] (scaling included) are what Megatron's
-    `DSAIndexer.forward_before_topk` makes of the segment. Prefill appends the valid rows of index_key to the state.
+    `DSAIndexer.forward_before_topk` makes of the segment. Prefill appends the rows of index_key that this rank owns to
+    the state. `cp_group` is the group of all owners, `tp_group` that of the ranks with this rank's shard.
     """
-    pages = segment.state.rows("index_key", layer_number)
+    pages, num_rows = segment.state.rows("index_key", layer_number), index_q.shape[0]
     if segment.mode is Mode.PREFILL:
         record_layout(segment)
-        pages.append(index_key[: segment.valid])
+        pages.mark(segment.index)
+        pages.append(index_key[segment.owned])
     if segment.layout.num_tokens == 0:
-        return torch.full((index_q.shape[0], index_topk), -1, dtype=torch.int32, device=index_q.device)
-    maps = token_maps(segment)
+        return torch.full((num_rows, index_topk), -1, dtype=torch.int32, device=index_q.device)
+    maps, layout, rank = token_maps(segment), segment.owner_layout, segment.owner_rank
+    index_q, index_key, index_weights = (segment.owned_rows(x) for x in (index_q, index_key, index_weights))
 
     def prefix_keys() -> Iterator[Keys]:
-        positions = maps.prefix.tokens_of(segment.cp_rank)
-        for page in pages.pages(segment.prefix_rows):
+        positions = maps.prefix.tokens_of(rank)
+        for page in pages.pages(maps.prefix.rows_by_rank[rank]):
             yield page.tensors[0], positions[page.start : page.stop]
 
     def local(source: int, index_q: Tensor, index_weights: Tensor) -> tuple[Tensor]:
-        runs, own = segment.layout.runs[source], [(index_key, segment.runs)]
+        runs, own = layout.runs[source], [(index_key, layout.runs[rank])]
         args = (index_q, index_weights, runs, prefix_keys(), own)
         return (local_candidates(*args, start=segment.start, index_topk=index_topk),)
 
-    if segment.layout.cp_size == 1:
+    if layout.cp_size == 1:
         return topk_positions(local(0, index_q, index_weights)[0])
     shape = TravelShape(
         cp_size=cp_group.size(),
@@ -175,4 +188,12 @@ def select_topk(
             cp_group=cp_group,
             purpose="index",
         )
-    return topk_positions(best)
+    mine = topk_positions(best)
+    if segment.tp_size == 1:
+        return mine
+    every = all_gather(mine, tp_group, purpose="selection", traffic=segment.traffic)
+    positions = mine.new_full((num_rows, index_topk), -1)
+    for part, theirs in enumerate(every):
+        rows = piece_of(segment.valid, part, segment.tp_size)
+        positions[rows] = theirs[: rows.stop - rows.start]
+    return positions

@@ -6,12 +6,13 @@ recompute and 1F1B another microbatch's forward runs between a forward and its r
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longstraw_megatron.comm import Traffic
-from longstraw_megatron.layout import Run, SegmentLayout
+from longstraw_megatron.layout import Run, SegmentLayout, piece_of, split_shards
 from longstraw_megatron.segments.token_map import TokenMaps
 from longstraw_megatron.state import PrefixState
 
@@ -27,7 +28,10 @@ class Segment:
     """One segment as one rank sees it.
 
     `index` is the boundary of `state` that it starts from, `start` the position of the first token of each of its
-    sequences, `prefix_rows` the rows that this rank held before it.
+    sequences, `prefix_rows` the rows of this rank's shards before it.
+
+    Tensor-parallel ranks see the same tokens. What does not belong to their heads (MLA latents, index keys) they share
+    out: of each shard a rank keeps the rows `owned`, its piece in `owner_layout`, over `tp_size` times as many ranks.
     """
 
     mode: Mode
@@ -36,6 +40,8 @@ class Segment:
     prefix_rows: int
     layout: SegmentLayout
     cp_rank: int
+    tp_rank: int = 0
+    tp_size: int = 1
     state: PrefixState
     positions: Tensor  # [rows] int64, absolute; padding has `start`
     topk: dict[int, Tensor] = field(default_factory=dict)  # layer_number -> selected positions, kept to backward's end
@@ -59,6 +65,29 @@ class Segment:
     def rows(self) -> int:
         """Rows of this rank's shard, padding included."""
         return self.layout.rows
+
+    @property
+    def owner_rank(self) -> int:
+        """This rank's place among those that share the tokens: tensor-parallel ranks side by side."""
+        return self.cp_rank * self.tp_size + self.tp_rank
+
+    @cached_property
+    def owner_layout(self) -> SegmentLayout:
+        """The layout over all owners."""
+        return split_shards(self.layout, self.tp_size)
+
+    @cached_property
+    def owned(self) -> slice:
+        """The valid rows of this rank's shard that it keeps."""
+        return piece_of(self.valid, self.tp_rank, self.tp_size)
+
+    def owned_rows(self, x: Tensor) -> Tensor:
+        """This rank's piece of x [rows, ...]: [owner_layout.rows, ...], zeros behind the rows `owned`."""
+        if self.tp_size == 1:
+            return x
+        mine = x.new_zeros(self.owner_layout.rows, *x.shape[1:])
+        mine[: self.owned.stop - self.owned.start] = x[self.owned]
+        return mine
 
     @property
     def reads_with_grad(self) -> bool:

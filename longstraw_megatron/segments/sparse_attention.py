@@ -1,11 +1,13 @@
 """Absorbed MLA attention of one segment over the tokens that its index selection named, in the prefix and in itself.
 
-Latents, and the gradients of the prefix's latents, stay on the rank that ran their tokens. Queries travel with their
+Latents, and the gradients of the prefix's latents, stay on the rank that owns their tokens (`Segment.owner_layout`: one
+that ran them, and one of the tensor-parallel ranks, which all did). Queries travel with their
 selection and with what they gathered so far, (out, lse) in forward and dq in backward; each rank attends to the
 selected tokens that it holds. Where that moves fewer bytes, all queries or all latents are gathered instead
 (`layout.travel`); all forms give the same result.
 
-Shapes: T rows of this rank's shard (padding last), N heads, C latent and R rotary dim, k selected tokens, CP ranks.
+Shapes: T rows of this rank's shard (padding last), N heads of this rank, C latent and R rotary dim, k selected tokens,
+CP owners.
 Partial outputs, lse and sums of gradients are float32 (float64 for float64).
 """
 
@@ -57,7 +59,7 @@ def pick_rows(index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split_positions(positions: Tensor, segment: Segment, source: int) -> tuple[Tensor, Tensor]:
-    """Selected positions [valid, k] of rank `source`'s queries as tokens of the prefix and of the segment, -1 else.
+    """Selected positions [valid, k] of cp rank `source`'s queries as tokens of the prefix and of the segment, -1 else.
 
     Tokens of the segment are in packed order: a position from `start` on lies in the query's own sequence.
     """
@@ -76,7 +78,7 @@ class SparseCall:
 
     segment: Segment
     layer_number: int
-    cp_group: object  # torch.distributed.ProcessGroup, or None for one rank
+    cp_group: object  # torch.distributed.ProcessGroup of all owners, or None for one rank
     softmax_scale: float
     kv_lora_rank: int
     transfer: Transfer | None = None
@@ -86,20 +88,25 @@ class SparseCall:
         return self.segment.state.rows("latent", self.layer_number)
 
     @property
+    def prefix_rows(self) -> int:
+        """Rows of the prefix that this rank owns."""
+        return token_maps(self.segment).prefix.rows_by_rank[self.segment.owner_rank]
+
+    @property
     def kernel(self) -> dict:
         return {"softmax_scale": self.softmax_scale, "kv_lora_rank": self.kv_lora_rank}
 
     def local_tables(
         self, latent: Tensor, positions: Tensor, source: int, grad_latent: Tensor | None = None
     ) -> Iterator[Table]:
-        """What this rank holds of the selections [valid, k] of rank `source`: its pages of the prefix, its own rows."""
+        """What this rank owns of the selections [valid, k] of cp rank `source`: pages of the prefix, its own rows."""
         segment, maps = self.segment, token_maps(self.segment)
         in_prefix, in_segment = _split_positions(positions, segment, source)
-        rows = pack_index(maps.prefix.local_rows(in_prefix, segment.cp_rank))
+        rows = pack_index(maps.prefix.local_rows(in_prefix, segment.owner_rank))
         indices: dict[int, Tensor] = {}  # by page
 
         def index_in(start: int, stop: int) -> Tensor:
-            if stop - start == segment.prefix_rows:
+            if stop - start == self.prefix_rows:
                 return rows
             return pack_index(torch.where((rows >= start) & (rows < stop), rows - start, -1))
 
@@ -111,12 +118,13 @@ class SparseCall:
             return picked
 
         with_grads = grad_latent is not None and segment.reads_with_grad
-        for page in self.pages.pages(segment.prefix_rows, with_grads=with_grads, select=select):
+        for page in self.pages.pages(self.prefix_rows, with_grads=with_grads, select=select):
             index = indices.pop(page.start) if page.start in indices else index_in(page.start, page.stop)
             takes_grad = segment.reads_with_grad and page.page.takes_grad
             yield page.tensors[0], index, partial(self.pages.add_grad_at, page) if takes_grad else None
-        own = pack_index(maps.own.local_rows(in_segment, segment.cp_rank))
-        yield latent[: segment.valid], own, None if grad_latent is None else partial(_add_rows, grad_latent)
+        own = pack_index(maps.own.local_rows(in_segment, segment.owner_rank))
+        add_own = None if grad_latent is None else partial(_add_rows, grad_latent[segment.owned])
+        yield latent[segment.owned], own, add_own
 
     def shape(self, q: Tensor, positions: Tensor, latent: Tensor, *, backward: bool) -> TravelShape:
         """Bytes that each form moves."""
@@ -124,13 +132,14 @@ class SparseCall:
         prefix = max(token_maps(self.segment).prefix.rows_by_rank)
         num_queries, num_heads, dim = q.shape
         lse, out = num_queries * num_heads * item, num_queries * num_heads * self.kv_lora_rank
-        grad_rows = num_queries + (prefix if self.segment.reads_with_grad else 0)
+        own = self.segment.owner_layout.rows
+        grad_rows = own + (prefix if self.segment.reads_with_grad else 0)
         static = nbytes(q, positions) + (2 * out * q.itemsize + lse if backward else 0)
         return TravelShape(
             cp_size=self.cp_group.size(),
             static=static,
             running=q.numel() * item if backward else out * item + lse,
-            keys=(num_queries + prefix) * dim * latent.itemsize,
+            keys=(own + prefix) * dim * latent.itemsize,
             key_grads=grad_rows * dim * item if backward else 0,
         )
 
@@ -182,13 +191,12 @@ def _padded(x: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
 def _gathered_table(latent: Tensor, positions: Tensor, call: SparseCall) -> tuple[Tensor, Tensor, int]:
     """All ranks' latents as one table [CP * (prefix + T), C + R], the selections in it, prefix rows of each rank."""
     segment, maps, cp_group = call.segment, token_maps(call.segment), call.cp_group
-    most, own_rows = max(maps.prefix.rows_by_rank), latent.shape[0]
+    most, own_rows = max(maps.prefix.rows_by_rank), segment.owner_layout.rows
     collective = {"segment": segment, "cp_group": cp_group, "purpose": "latents"}
-    tables = [
-        all_gather(_padded(latent[: segment.valid], own_rows), cp_group, purpose="latents", traffic=segment.traffic)
-    ]
+    owned = _padded(latent[segment.owned], own_rows)
+    tables = [all_gather(owned, cp_group, purpose="latents", traffic=segment.traffic)]
     if most:
-        tables.insert(0, gather_prefix(call.pages, segment.prefix_rows, most, latent, **collective))
+        tables.insert(0, gather_prefix(call.pages, call.prefix_rows, most, latent, **collective))
     in_prefix, in_segment = _split_positions(positions, segment, segment.cp_rank)
     own = maps.own.flat_rows(in_segment, own_rows)
     index = torch.where(own >= 0, own + cp_group.size() * most, maps.prefix.flat_rows(in_prefix, most))
@@ -199,7 +207,8 @@ def segment_sparse_attention_forward(q: Tensor, latent: Tensor, positions: Tenso
     """(out [T, N, C], lse [T, N]); zeros and -inf in padding rows."""
     segment = call.segment
 
-    def local(source: int, q: Tensor, positions: Tensor) -> Tensors:
+    def local(owner: int, q: Tensor, positions: Tensor) -> Tensors:
+        source = owner // segment.tp_size
         valid = segment.layout.valid(source)
         tables = call.local_tables(latent, positions[:valid], source) if valid else iter(())
         out, lse = attend_tables(q[:valid], tables, call)
@@ -207,7 +216,7 @@ def segment_sparse_attention_forward(q: Tensor, latent: Tensor, positions: Tenso
 
     if segment.layout.num_tokens == 0:
         return attend_tables(torch.zeros_like(q), iter(()), call)
-    if segment.layout.cp_size == 1:
+    if segment.owner_layout.cp_size == 1:
         return local(0, q, positions)
     form = call.form(q, positions, latent, backward=False)
     if form == "gather_keys":
@@ -231,37 +240,45 @@ def _gather_keys_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dq [T, N, C + R], grad_latent [T, C + R]); gradients of the prefix go home to its accumulators."""
     segment, valid, size = call.segment, call.segment.valid, call.cp_group.size()
+    own_rows, owned = segment.owner_layout.rows, segment.owned
     table, index, most = _gathered_table(latent, positions[:valid], call)
     grads = torch.zeros_like(table, dtype=accumulation_dtype(q.dtype))
     tables = iter([(table, index, partial(_add_rows, grads))])
     dq = attend_tables_backward(*(x[:valid] for x in (dout, q, out, lse)), tables, call)
     home = partial(reduce_scatter, process_group=call.cp_group, purpose="latent_grads", traffic=segment.traffic)
-    prefix_grads, own_grads = grads.split([size * most, size * latent.shape[0]])
+    prefix_grads, own_grads = grads.split([size * most, size * own_rows])
     if segment.reads_with_grad and most:
         mine = home(prefix_grads.unflatten(0, (size, most)))
-        for page in call.pages.pages(segment.prefix_rows, values=False, with_grads=True):
+        for page in call.pages.pages(call.prefix_rows, values=False, with_grads=True):
             if page.page.takes_grad:
                 call.pages.add_grad(page, mine[page.start : page.stop])
-    return _padded(dq, q.shape[0]), home(own_grads.unflatten(0, (size, -1)))
+    grad_latent = torch.zeros_like(latent, dtype=grads.dtype)
+    grad_latent[owned] = home(own_grads.unflatten(0, (size, -1)))[: owned.stop - owned.start]
+    return _padded(dq, q.shape[0]), grad_latent
 
 
 def segment_sparse_attention_backward(
     dout: Tensor, q: Tensor, latent: Tensor, positions: Tensor, out: Tensor, lse: Tensor, call: SparseCall
 ) -> tuple[Tensor, Tensor]:
-    """(dq, grad_latent); in a walk grad_latent includes what later segments accumulated for the segment's own rows."""
-    segment, valid = call.segment, call.segment.valid
+    """(dq, grad_latent); in a walk grad_latent includes what later segments accumulated for the segment's own rows.
+
+    Over tensor-parallel ranks grad_latent is a partial sum, as Megatron takes it: here that over all heads, in the rows
+    that this rank owns, and zero in the others.
+    """
+    segment, owned = call.segment, call.segment.owned
     if segment.layout.num_tokens == 0:
         return torch.zeros_like(q), torch.zeros_like(latent)
     grad_latent = torch.zeros_like(latent, dtype=accumulation_dtype(q.dtype))
 
-    def local(source: int, dout: Tensor, q: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor]:
+    def local(owner: int, dout: Tensor, q: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor]:
+        source = owner // segment.tp_size
         valid = segment.layout.valid(source)
         tables = call.local_tables(latent, positions[:valid], source, grad_latent) if valid else iter(())
         dq = attend_tables_backward(*(x[:valid] for x in (dout, q, out, lse)), tables, call)
         return (_padded(dq, q.shape[0]),)
 
     static = (dout, q, positions, out, lse)
-    form = "here" if segment.layout.cp_size == 1 else call.form(q, positions, latent, backward=True)
+    form = "here" if segment.owner_layout.cp_size == 1 else call.form(q, positions, latent, backward=True)
     if form == "here":
         (dq,) = local(0, *static)
     elif form == "gather_keys":
@@ -277,9 +294,9 @@ def segment_sparse_attention_backward(
             purpose="sparse",
         )
     if segment.mode is Mode.WALK:
-        grads = call.pages.grad(segment.prefix_rows, segment.prefix_rows + valid)
+        grads = call.pages.grad(call.prefix_rows, call.prefix_rows + owned.stop - owned.start)
         if grads is not None:
-            grad_latent[:valid] += grads[0]
+            grad_latent[owned] += grads[0]
     return dq.to(q.dtype), grad_latent.to(latent.dtype)
 
 
@@ -314,18 +331,21 @@ def segment_sparse_attention(
     """Attention of q [T, N, C + R] over selected tokens' rows [latent C | roped key R]: latent output [T, N, C].
 
     `latent` [T, C + R] are the segment's own rows, `topk_positions` [T, k] int32 what `select_topk` gave. Prefill
-    appends the valid rows of latent to the state. Backward of replay and walk adds to the accumulators of the prefix
-    where the state is exact; a walk's grad_latent includes the gradient accumulated for the segment's own rows. Padding
-    rows come out as zeros and get zero gradients. Forward has no side effect outside prefill. `cp_group` is the group
-    that the segment's layout was cut for; `transfer` overrides the choice by byte counts.
+    appends the rows of latent that this rank owns to the state. Backward of replay and walk adds to the accumulators of
+    the prefix where the state is exact; a walk's grad_latent includes the gradient accumulated for the segment's own
+    rows. Padding rows come out as zeros and get zero gradients. Forward has no side effect outside prefill. `cp_group`
+    is the group of all owners, for which the segment's layout was cut; `transfer` overrides the choice by byte counts.
     """
     cp_size = 1 if cp_group is None else cp_group.size()
-    if cp_size != segment.layout.cp_size:
+    if cp_size != segment.owner_layout.cp_size:
         raise ValueError(
-            f"The segment was cut for {segment.layout.cp_size} context-parallel ranks, and the group has {cp_size}."
+            f"The segment was cut for {segment.owner_layout.cp_size} context-parallel ranks, and the group has "
+            f"{cp_size}."
         )
     if segment.mode is Mode.PREFILL:
         record_layout(segment)
-        segment.state.rows("latent", layer_number).append(latent[: segment.valid])
+        pages = segment.state.rows("latent", layer_number)
+        pages.mark(segment.index)
+        pages.append(latent[segment.owned])
     call = SparseCall(segment, layer_number, cp_group, softmax_scale, kv_lora_rank, transfer)
     return SegmentSparseAttention.apply(q, latent, topk_positions, call)

@@ -1,4 +1,6 @@
-"""Queries that visit every context-parallel rank and bring home what they found.
+"""Queries that visit every rank that owns tokens and bring home what they found.
+
+`cp_group` is the context-parallel group, or with it the tensor-parallel ranks that share each shard's tokens out.
 
 A layer gives `local`, what this rank adds for the queries of one rank, and `combine`, which joins two such results.
 The forms are those of `layout.travel`.
@@ -34,7 +36,7 @@ def choose_form(
     if transfer is not None:
         return transfer
     form = choose_travel(shape)
-    if segment.cp_rank == 0:
+    if segment.owner_rank == 0:
         segment.traffic.say_once(
             logger,
             key=f"{purpose} {segment.mode.value} {form}",
@@ -48,7 +50,7 @@ def ring_travel(
     static: Tensors, local: Local, combine: Combine, *, segment: Segment, cp_group, purpose: str
 ) -> Tensors:
     """Statics go round with their running result behind them; the next hop flies while this one computes."""
-    size, rank = cp_group.size(), segment.cp_rank
+    size, rank = cp_group.size(), segment.owner_rank
     queries = Ring(cp_group, purpose=f"{purpose}_queries", traffic=segment.traffic)
     partials = Ring(cp_group, purpose=f"{purpose}_partials", traffic=segment.traffic, tag=1)
     running: Tensors = ()

@@ -89,6 +89,7 @@ class PagedRows:
         self._generator: torch.Generator | None = None
         self._pages: list[Page] = []
         self._num_shared = 0
+        self._marks: dict[int, int] = {}
 
     @property
     def num_rows(self) -> int:
@@ -238,6 +239,15 @@ class PagedRows:
             for target, grad in zip(whole, grads, strict=True):
                 target[lo - start : hi - start] = grad
         return whole
+
+    def mark(self, boundary: int) -> None:
+        """Remember how many rows there are before the segment from `boundary`, where that is not its shards' number."""
+        self._marks[boundary] = self.num_rows
+
+    def truncate_at(self, boundary: int, num_rows: int) -> None:
+        """Forget the rows of segments from `boundary` on; it begins at `num_rows`, unless it was marked."""
+        self.truncate(self._marks.get(boundary, num_rows))
+        self._marks = {earlier: rows for earlier, rows in self._marks.items() if earlier < boundary}
 
     def truncate(self, num_rows: int) -> None:
         """Forget the rows from `num_rows` on, and free the pages that hold no other."""

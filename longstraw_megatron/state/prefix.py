@@ -21,6 +21,8 @@ KINDS = ("kv", "latent", "index_key")
 # merging of partial results.
 GATHERED_KINDS = ("latent",)
 GATHERED_PAGE_LENGTH = 1 << 20  # rows, in memory 1.2 GB of latents of GLM-5.2 in bfloat16
+# Rows of whole tokens, which tensor-parallel ranks share out; keys and values belong to a rank's heads.
+OWNED_KINDS = ("latent", "index_key")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,21 @@ class PrefixState:
     """State of one prompt (or, forked, of a branch's own path behind it).
 
     Kinds of rows: `kv` (k, v of softmax attention), `latent` (MLA latent with the roped key), `index_key` (DSA
-    indexer). `num_rows` is what this rank expects to hold in all.
+    indexer). `num_rows` is what this rank expects to hold in all, `num_owned_rows` likewise of the kinds that
+    tensor-parallel ranks share out.
     """
 
-    def __init__(self, options: StateOptions, *, num_rows: int | None = None, parent: "PrefixState | None" = None):
+    def __init__(
+        self,
+        options: StateOptions,
+        *,
+        num_rows: int | None = None,
+        num_owned_rows: int | None = None,
+        parent: "PrefixState | None" = None,
+    ):
         self.options = options
         self.num_rows = num_rows
+        self.num_owned_rows = num_rows if num_owned_rows is None else num_owned_rows
         self.parent = parent
         self.experts: dict[tuple[int, int], Tensor] = {}  # (layer_number, segment index) -> uint8/int16 [tokens, top-k]
         self.layouts: dict[int, tuple[int, SegmentLayout]] = {}  # segment index -> (first position, layout)
@@ -69,12 +80,13 @@ class PrefixState:
             if self.parent is not None:
                 self._rows[key] = self.parent.rows(kind, layer_number).fork()
             else:
+                capacity = self.num_owned_rows if kind in OWNED_KINDS else self.num_rows
                 page_length = self.options.page_length
-                if kind in GATHERED_KINDS and self.num_rows:
-                    page_length = min(self.num_rows, GATHERED_PAGE_LENGTH)
+                if kind in GATHERED_KINDS and capacity:
+                    page_length = min(capacity, GATHERED_PAGE_LENGTH)
                 self._rows[key] = PagedRows(
                     page_length=page_length,
-                    capacity=self.num_rows,
+                    capacity=capacity,
                     grad_dtype=self.options.grad_dtype,
                     takes_grad=self.walked,
                     residence=self.options.residence,
@@ -108,7 +120,7 @@ class PrefixState:
     def truncate(self, *, num_rows: int, boundary: int) -> None:
         """Forget everything behind `boundary`, where this rank held `num_rows` rows: its walk is done."""
         for rows in self._rows.values():
-            rows.truncate(num_rows)
+            rows.truncate_at(boundary, num_rows)
         for boundaries in self._boundaries.values():
             boundaries.truncate(boundary)
         for key in [key for key in self.experts if key[1] >= boundary]:

@@ -48,6 +48,18 @@ def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name):
             assert part["boundaries"] <= (whole["boundaries"] - tail) / 4 + tail + 64
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_tensor_parallel_ranks_share_latents_and_index_keys_out(cp):
+    """Half of the prefix on each of two; its gradients too, which have a place for each row of a latent."""
+    model = make_model(glm_config(num_hidden_layers=4))
+    hf = model.config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
+    raw, weights = make_groups((513, [4])), dict(model.state_dict())
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
+    layout = Layout(tp=2, cp=cp, segment_length=256)
+    for part in run_ranks(2 * cp, _state_bytes, layout, hf, weights, raw, timeout=120):
+        assert part["rows"] == pytest.approx(whole["rows"] / 2 / cp, rel=0.05)
+
+
 def _die_in_the_walk(rank, world_size, layout, hf, weights, raw):
     learner, context = build_learner(layout, hf, detached=False)
     fill_from_hf(learner.chunks, hf, weights, context.groups)

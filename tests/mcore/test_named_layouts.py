@@ -17,6 +17,7 @@ LAYOUTS = {
     "glm_32gpu_cp32_ep32": (1, [78]),
     "glm_32gpu_pp4_cp8_ep8": (1, [18, 20, 20, 20]),
     "glm_32gpu_tp2_pp4_cp4_ep8": (1, [18, 20, 20, 20]),
+    "glm_32gpu_tp8_pp4_ep8": (1, [18, 20, 20, 20]),
     "qwen_8gpu_tp4_pp2": (1, [32, 32]),
     "qwen_8gpu_tp4_cp2": (1, [64]),
     "qwen_32gpu_tp2_cp4_pp4": (1, [16, 16, 16, 16]),

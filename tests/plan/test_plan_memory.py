@@ -14,6 +14,7 @@ COMMON = ["prompt_length=1025", "segment_length=512", "response_length=32", "gro
 RUNS = {
     "qwen_tp2_pp2": ["model=tiny_qwen_hybrid", "parallel.tp=2", "parallel.pp=2", "recompute=full"],
     "qwen_cp2_host": ["model=tiny_qwen_hybrid", "parallel.cp=2", "state.location=host"],
+    "glm_tp2": ["model=tiny_glm_dsa", "parallel.tp=2", "recompute=full"],
     "glm_cp2_ep2": ["model=tiny_glm_dsa", "parallel.cp=2", "parallel.ep=2"],
 }
 
@@ -34,6 +35,8 @@ LARGE += ["state.page_length=65536", "precision=bf16"]
 MEASURED = {
     "qwen_8gpu_tp4_cp2": ("qwen3_6_27b", 8, [{Item.WEIGHTS: 13.45, Item.GRADIENTS: 26.90, Item.STATE: 17.25}]),
     "qwen_8gpu_tp4_pp2": ("qwen3_6_27b", 8, [{}, {Item.WEIGHTS: 6.72, Item.STATE: 17.25, Item.STAGE_INPUTS: 5.37}]),
+    # latents over 8 tensor-parallel ranks as over 8 context-parallel ones
+    "glm_32gpu_tp8_pp4_ep8": ("glm_5_2", 32, [{}, {Item.STATE: 6.44, Item.STATE_GRADIENTS: 12.13}, {}, {}]),
     "glm_32gpu_pp4_cp8_ep8": (
         "glm_5_2",
         32,

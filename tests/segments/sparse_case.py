@@ -4,6 +4,7 @@ Index queries and keys are small integers, so that scores are exact however they
 """
 
 import torch
+import torch.distributed as dist
 
 from longstraw_megatron.comm import Traffic
 from longstraw_megatron.layout import cut_sequences
@@ -79,14 +80,21 @@ def dense_reference(sequences, detached=False):
 
 
 class Rank:
-    """One context-parallel rank: prefill, replay and walk of the same sequences, results at their global rows."""
+    """One context-parallel rank: prefill, replay and walk of the same sequences, results at their global rows.
+
+    With `tp_group` it is one of the ranks that share the shard's tokens, and has a part of the heads.
+    """
 
     def __init__(
         self, sequences, *, cp_rank=0, cp_size=1, cp_group=None, style="contiguous", multiple=1, exact=True,
-        page_length=7, one_page=False, dtype=torch.float64, transfer=None,
+        page_length=7, one_page=False, dtype=torch.float64, transfer=None, tp_group=None,
     ):  # fmt: skip
         self.sequences, self.cp_rank, self.cp_size, self.cp_group = sequences, cp_rank, cp_size, cp_group
         self.style, self.multiple, self.dtype, self.transfer = style, multiple, dtype, transfer
+        self.tp_group = tp_group
+        self.tp_rank, self.tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+        part = NUM_HEADS // self.tp_size
+        self.heads = slice(self.tp_rank * part, (self.tp_rank + 1) * part)
         num_rows = len(sequences[0][0]) if one_page else None
         self.state = PrefixState(StateOptions(exact=exact, page_length=page_length), num_rows=num_rows)
         self.traffic = Traffic()
@@ -100,8 +108,15 @@ class Rank:
         layout = cut_sequences(lengths, cp_size=self.cp_size, multiple=self.multiple, style=self.style)
         return Segment(
             mode=mode, index=index, start=start, prefix_rows=prefix_rows, layout=layout, cp_rank=self.cp_rank,
-            state=state or self.state, positions=positions_of(layout, self.cp_rank, start), traffic=self.traffic,
+            tp_rank=self.tp_rank, tp_size=self.tp_size, state=state or self.state,
+            positions=positions_of(layout, self.cp_rank, start), traffic=self.traffic,
         )  # fmt: skip
+
+    def held(self, state):
+        """Rows of this rank's shards before the next segment; with `tp_group`, its peers' too."""
+        first = self.cp_rank * self.tp_size
+        layouts = [layout for _, layout in state.layouts_before(1 << 30)]
+        return sum(layout.valid(first + part) for layout in layouts for part in range(self.tp_size))
 
     def shard(self, segment, whole):
         """This rank's rows of the packed tensor, NaN in its padding."""
@@ -113,13 +128,14 @@ class Rank:
         """What one layer does: select, unless the pass already knows, and attend."""
         call = {"segment": segment, "layer_number": LAYER, "cp_group": self.cp_group, "transfer": self.transfer}
         if LAYER not in segment.topk:
-            segment.topk[LAYER] = select_topk(*index, index_topk=TOPK, **call)
+            segment.topk[LAYER] = select_topk(*index, index_topk=TOPK, tp_group=self.tp_group, **call)
         kernel = {"softmax_scale": SCALE, "kv_lora_rank": LATENT}
         return segment_sparse_attention(q, latent, segment.topk[LAYER], **kernel, **call)
 
     def run(self, segment, packed, targets, backward=True):
         """One pass; `targets` are (result tensors, first row) of each sequence of the segment."""
         q, latent, dout, *index = (self.shard(segment, x) for x in packed)
+        q, dout = q[:, self.heads].contiguous(), dout[:, self.heads]
         leaves = [x.requires_grad_(backward) for x in (q, latent)]
         with torch.no_grad():
             first = self.layer(segment, *leaves, index)  # a checkpoint's first forward: must leave nothing behind
@@ -132,12 +148,21 @@ class Rank:
         for rows in (out.detach(), *(x.grad for x in leaves)):
             assert torch.equal(rows[valid:], torch.zeros_like(rows[valid:]))
         assert (segment.topk[LAYER][valid:] == -1).all()
+        grad_q, grad_latent = (x.grad for x in leaves)
+        if self.tp_size > 1:
+            others = torch.ones_like(grad_latent)
+            others[segment.owned] = 0
+            assert not (grad_latent * others).any(), "a row is another rank's"
+            dist.all_reduce(grad_latent, group=self.tp_group)
         for run in segment.runs:
             result, first_row = targets[run.sequence]
             rows = slice(first_row + run.start, first_row + run.stop)
-            values = (segment.topk[LAYER], out.detach(), *(x.grad for x in leaves))
-            for target, value in zip(result, values, strict=True):
-                target[rows] = value[run.rows].double()
+            positions, whole_out, dq, dlatent = result
+            whole_out[rows, self.heads] = out.detach()[run.rows].double()
+            dq[rows, self.heads] = grad_q[run.rows].double()
+            if self.tp_rank == 0:
+                positions[rows] = segment.topk[LAYER][run.rows].double()
+                dlatent[rows] = grad_latent[run.rows].double()
         return out.detach()
 
     def path(self, sequence, lengths, start, *, state):
@@ -146,7 +171,7 @@ class Rank:
         tensors, done = self.sequences[sequence], []
         total = 0
         for i, length in enumerate(lengths):
-            held = state.rows("latent", LAYER).num_rows
+            held = self.held(state)
             piece = slice(total, total + length)
             index = first_boundary + i
             segment = self.segment(Mode.PREFILL, index, start + total, (length,), held, state)
@@ -169,7 +194,7 @@ class Rank:
         """Prefill in segments, replay branches packed as `microbatches`, walk back; `blocks` as paths on forks."""
         walk_prompt = self.path(0, segment_lengths, 0, state=self.state)
         total, rows = len(self.sequences[0][0]), self.state.rows("latent", LAYER)
-        held = rows.num_rows
+        held, owned = self.held(self.state), rows.num_rows
         for microbatch in microbatches:
             branches = [self.sequences[1 + branch] for branch in microbatch]
             lengths = tuple(len(branch[0]) for branch in branches)
@@ -178,7 +203,7 @@ class Rank:
             self.run(segment, packed, [(self.results[1 + branch], 0) for branch in microbatch])
         for branch, lengths in (blocks or {}).items():
             self.path(1 + branch, lengths, total, state=self.state.fork())()
-        assert rows.num_rows == self.state.rows("index_key", LAYER).num_rows == held
+        assert rows.num_rows == self.state.rows("index_key", LAYER).num_rows == owned
         walk_prompt()
         assert rows.num_rows == 0 and not self.state.layouts
         return self.results
