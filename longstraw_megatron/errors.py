@@ -15,12 +15,15 @@ class NonFiniteError(ArithmeticError):
     `quantity` says what is not finite. Whoever knows which branch it was fills in the names with `at`.
     """
 
-    def __init__(self, quantity: str, *, group_id: str | None = None, branch: int | None = None):
-        self.quantity, self.group_id, self.branch = quantity, group_id, branch
+    def __init__(self, quantity: str, *, group_id: str | None = None, branches: tuple[int, ...] = ()):
+        self.quantity, self.group_id, self.branches = quantity, group_id, branches
         where = "" if group_id is None else f" in group {group_id}"
-        where += "" if branch is None else f", branch {branch}"
+        if len(branches) == 1:
+            where += f", branch {branches[0]}"
+        elif branches:
+            where += f", one of the branches {', '.join(map(str, branches))} of a microbatch"
         super().__init__(f"NaN or Inf in {quantity}{where}; the step was stopped before the optimizer.")
 
-    def at(self, group_id: str, branch: int | None = None) -> "NonFiniteError":
-        """The same error with the group and the branch (its index in the group) named."""
-        return NonFiniteError(self.quantity, group_id=group_id, branch=branch)
+    def at(self, group_id: str, *branches: int) -> "NonFiniteError":
+        """The same error with the group and the branch (its index in the group) named, or those it may be."""
+        return NonFiniteError(self.quantity, group_id=group_id, branches=branches)

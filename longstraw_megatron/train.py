@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.comm.failure import PeerError
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
 from longstraw_megatron.errors import NonFiniteError, RefusedError
@@ -60,6 +61,7 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
     architecture_of(config.model.hf_config).check(text_config(config.model.hf_config))
     parallel = config.parallel
     pipeline_layout(text_config(config.model.hf_config), pp=parallel.pp, vpp=parallel.vpp, stages=parallel.stages)
+    check_experts(config)
     if config.trainable != "all":
         trainable_names(config.trainable, config.model.hf_config)
     for folder in {config.model.hf_path, config.reference.hf_path} - {None}:
@@ -71,6 +73,15 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
     steps_of(len(groups), config.groups_per_step)
     check_routed_experts(config, groups)
     return groups
+
+
+def check_experts(config: Config) -> None:
+    """Sizes that cut experts need a model that has some."""
+    if config.model.hf_config.get("n_routed_experts"):
+        return
+    for name, size in (("ep", config.parallel.ep), ("etp", config.parallel.etp)):
+        if size > 1:
+            raise RefusedError(f"parallel.{name}={size} cuts experts, but the model has none; set parallel.{name}=1.")
 
 
 def check_outputs(config: Config) -> None:
@@ -248,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_first_to_refuse():
             print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
         return REFUSED
-    except NonFiniteError as error:
+    except (NonFiniteError, PeerError) as error:
         print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
         return FAILED
     finally:

@@ -133,4 +133,5 @@ def test_non_finite_error_names_the_branch():
     error = NonFiniteError("the loss")
     assert str(error) == "NaN or Inf in the loss; the step was stopped before the optimizer."
     assert "in the loss in group g7, branch 3;" in str(error.at("g7", 3))
+    assert "in group g7, one of the branches 3, 5 of a microbatch;" in str(error.at("g7", 3, 5))
     assert isinstance(error, ArithmeticError)

@@ -7,6 +7,7 @@ is raised before that is worded here as well.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import OutOfMemoryError
 from torch.distributed import ProcessGroup
 
 
@@ -19,7 +20,7 @@ def transfer_named(name: str, process_group: ProcessGroup) -> Iterator[None]:
     """Turn the backend's error into one that names the transfer and this rank."""
     try:
         yield
-    except PeerError:
+    except (PeerError, OutOfMemoryError):
         raise
     except RuntimeError as error:
         raise PeerError(

@@ -273,8 +273,7 @@ class Engine:
             if action.op is not Op.PROMPT_BACKWARD:
                 of_block = action.op is Op.BLOCK_BACKWARD
                 branches = work.microbatches[work.shape.block_of(action.unit)[0] if of_block else action.unit]
-            branch = branches[0] if branches else None
-            raise NonFiniteError("a gradient").at(work.group.group_id if work.group else "(filler)", branch)
+            raise NonFiniteError("a gradient").at(work.group.group_id if work.group else "(filler)", *branches)
 
     def _model_forward(
         self, chunk: int, segment: SegmentPass, ids: Tensor, stage_input: Tensor | None, head: Callable

@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor, nn
 
+from longstraw_megatron.comm.failure import transfer_named
 from longstraw_megatron.mcore.parallel import ParallelContext
 
 
@@ -60,5 +61,6 @@ def finalize_grads(chunks: list[nn.Module], context: ParallelContext) -> None:
     With a distributed optimizer a rank gets its own shard of the gradient.
     """
     grads = [parameter.main_grad for chunk in chunks for parameter in forgotten_parameters(chunk)]
-    _reduce(grads, context.groups.tp)
-    finalize_model_grads(chunks, None, pg_collection=context.groups)
+    with transfer_named("Reducing gradients", context.groups.dp_cp):
+        _reduce(grads, context.groups.tp)
+        finalize_model_grads(chunks, None, pg_collection=context.groups)

@@ -8,10 +8,27 @@ from glm_oracle import glm_truth
 from harness import Layout, assert_equals_oracle, build_learner, fill_from_hf, make_groups, prompt_groups, run_layout
 from oracle import glm_config, make_model, qwen_config
 
+from longstraw_megatron.comm.failure import PeerError
 from longstraw_megatron.layout.transfer import TransferShape, choose_transfer, transfer_bytes
+from longstraw_megatron.schedule.actions import Op
 from longstraw_megatron.testing import RankError, run_ranks
 
 MODELS = {"qwen": (qwen_config, "Qwen3_5ForCausalLM"), "glm": (glm_config, "GlmMoeDsaForCausalLM")}
+
+
+def _exact_bytes(rank, world_size, layout, hf, weights, raw):
+    """The most that the rows of the prefix, and their gradients, take on this rank in an exact step."""
+    learner, context = build_learner(layout, hf, detached=False)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    most = {"rows": 0, "rows_grad": 0}
+
+    def watch(action):
+        held = learner.engine.state_bytes()
+        most.update({name: max(size, held[name]) for name, size in most.items()})
+
+    learner.engine.progress = watch
+    learner.compute_gradients(prompt_groups(raw))
+    return most
 
 
 def _state_bytes(rank, world_size, layout, hf, weights, raw):
@@ -41,6 +58,11 @@ def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name):
     parts = run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), hf, weights, raw, timeout=120)
     for part in parts:
         assert part["rows"] == pytest.approx(whole["rows"] / 4, rel=0.05)
+    (whole_exact,) = run_ranks(1, _exact_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
+    assert whole_exact["rows"] == whole["rows"] and whole_exact["rows_grad"]
+    for part in run_ranks(4, _exact_bytes, Layout(cp=4, segment_length=256), hf, weights, raw, timeout=120):
+        for item, size in part.items():
+            assert size == pytest.approx(whole_exact[item] / 4, rel=0.05), item
     # the delta rule's state is sharded too, by heads or in equal parts; only its convolution tail is whole
     if whole["boundaries"]:
         tail = 6 * 3 * (2 * 32 + 96) * 4
@@ -60,21 +82,30 @@ def test_tensor_parallel_ranks_share_latents_and_index_keys_out(cp):
         assert part["rows"] == pytest.approx(whole["rows"] / 2 / cp, rel=0.05)
 
 
-def _die_in_the_walk(rank, world_size, layout, hf, weights, raw):
+def _die_in_the_walk(rank, world_size, layout, hf, weights, raw, folder):
     learner, context = build_learner(layout, hf, detached=False)
     fill_from_hf(learner.chunks, hf, weights, context.groups)
-    if rank == 1:
-        learner.engine._prompt_backward = lambda action: os.kill(os.getpid(), signal.SIGKILL)
-        learner.engine._handlers = {op: getattr(learner.engine, h.__name__) if h.__name__ == "_prompt_backward" else h
-                                    for op, h in learner.engine._handlers.items()}  # fmt: skip
-    learner.compute_gradients(prompt_groups(raw))
+
+    def die(action):
+        if action.op is Op.BACKWARD and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    learner.engine.progress = die
+    try:
+        learner.compute_gradients(prompt_groups(raw))
+    except PeerError as error:
+        (folder / str(rank)).write_text(str(error))
+        raise
 
 
-def test_a_killed_rank_ends_the_job_with_a_reason():
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2), Layout(dp=2)], ids=["cp2", "pp2", "dp2"])
+def test_a_killed_rank_ends_the_step_of_the_others_with_a_reason(layout, tmp_path):
     model = make_model(qwen_config(num_hidden_layers=4))
     hf = model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
-    with pytest.raises(RankError, match="died, killed by|died, exit|died"):
-        run_ranks(2, _die_in_the_walk, Layout(cp=2), hf, dict(model.state_dict()), make_groups((90, [4])), timeout=60)
+    raw, weights = make_groups((90, [4]), (90, [4])), dict(model.state_dict())
+    with pytest.raises(RankError, match="died"):
+        run_ranks(2, _die_in_the_walk, layout, hf, weights, raw, tmp_path, timeout=60)
+    assert "failed on rank 0 of 2: a peer died or was silent past the timeout" in (tmp_path / "0").read_text()
 
 
 def test_glm_with_a_prompt_shorter_than_top_k():
