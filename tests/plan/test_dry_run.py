@@ -43,7 +43,7 @@ def _real(rank, world_size, overrides):
         )
 
         def progress(action):
-            peaks[action.op.name] = memory.peak
+            peaks[action.op.name] = max(memory.peak, peaks.get(action.op.name, 0))
             states[action.op.name] = learner.engine.state_bytes()
             memory.reset_peak()
 
@@ -73,13 +73,14 @@ def test_items_are_those_of_a_real_step(model):
         Item.STATE_GRADIENTS: replayed["rows_grad"],
         Item.BOUNDARIES: replayed["boundaries"],
     }
-    few = {Item.WEIGHTS: 512, Item.OPTIMIZER: 64}
+    few = {Item.WEIGHTS: 1024, Item.OPTIMIZER: 64}
     for name, action in (("replay", "BACKWARD"), ("walk", "PROMPT_BACKWARD")):
         got = phases[name].items
         # besides: the layers' rotary frequencies, and a few numbers of the optimizer's own
         assert {item: pytest.approx(got.get(item, 0), abs=few.get(item, 0)) for item in want} == want
         assert sum(got.values()) == phases[name].peak
-        print(name, phases[name].peak, peaks[action])
+        # what the planner is held to (measured: the replay 1 %, the walk 6 % above the real step)
+        assert phases[name].peak == pytest.approx(peaks[action], rel=0.10), name
 
 
 def _peak(rank, world_size, group_size):
