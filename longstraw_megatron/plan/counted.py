@@ -56,7 +56,8 @@ def counted_state(live: LiveMemory) -> list[Patch]:
     put = BoundaryStates.put
 
     def counted_put(self, boundary: int, *values: Tensor) -> None:
-        put(self, boundary, *values)
+        with live.counted_as(Item.BOUNDARIES):
+            put(self, boundary, *values)
         live.recount(values, Item.BOUNDARIES)
 
     return [

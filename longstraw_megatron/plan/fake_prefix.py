@@ -16,8 +16,8 @@ def _fill_rows(state: PrefixState, prefix_rows: int, owned_rows: int) -> None:
     """Append up to so many rows to every table; in exact mode all pages have accumulators, as after a replay."""
     for kind, _, rows in state.tables():
         num_rows = owned_rows if kind in OWNED_KINDS else prefix_rows
-        first = next(rows.pages(1))
-        rows.append(*(t[:1].expand(num_rows - rows.num_rows, *t.shape[1:]) for t in first.tensors))
+        first = [tensor[:1] for view in rows.pages(1) for tensor in view.tensors]
+        rows.append(*(row.expand(num_rows - rows.num_rows, *row.shape[1:]) for row in first))
         if state.exact and kind not in WITHOUT_GRADIENT:
             rows.make_grads()
 
