@@ -26,8 +26,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsConfig:
-    path: str | None
-    format: Literal["auto", "jsonl"]
+    path: str | None  # a file of prompt groups; rollouts/native.py has its format
+    format: Literal["auto", "jsonl"]  # auto: by the file's name
     tokenizer: str | None  # for text instead of tokens: `bytes`, or a folder or file that holds a tokenizer.json
 
 
@@ -40,12 +40,12 @@ class ReferenceConfig:
 class ParallelConfig:
     """Megatron's sizes; the data-parallel size follows from the number of processes."""
 
-    tp: int
-    cp: int
-    pp: int
+    tp: int  # tensor
+    cp: int  # context
+    pp: int  # pipeline
     vpp: int  # virtual stages on each pipeline rank
-    ep: int
-    etp: int
+    ep: int  # expert
+    etp: int  # tensor, inside an expert
     sp: bool  # `auto` in the files: whether tp > 1
     stages: tuple[int, ...] | None = None  # layers of each of the pp * vpp stages; None: as even as is legal
 
@@ -94,12 +94,12 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     max_steps: int  # optimizer steps
-    save_dir: str | None
+    save_dir: str | None  # folder for checkpoints: weights, optimizer, step; None: none are written
     save_every: int | None  # steps between checkpoints; None with a save_dir: after the last step only
     keep: int | None  # newest checkpoints that are kept; None: all
     resume: str | None  # a checkpoint folder, or `auto`: the newest in save_dir, if there is any
-    export_grads: str | None
-    export_logprobs: str | None
+    export_grads: str | None  # file for the first step's unsharded gradient, safetensors under Hugging Face names
+    export_logprobs: str | None  # file for the responses' logprobs, before any update, JSON lines
     export_hf: str | None  # folder for the final weights as a Hugging Face checkpoint
 
 
@@ -179,25 +179,25 @@ class Config:
     model: ModelConfig
     rollouts: RolloutsConfig
     reference: ReferenceConfig
-    gradient: Literal["exact", "detached"]
+    gradient: Literal["exact", "detached"]  # detached stops at the prompt's state
     trainable: Literal["all"] | tuple[str, ...]  # patterns of Megatron's names in the unsharded model; others freeze
     objective: ObjectiveConfig
     parallel: ParallelConfig
     dist: DistConfig
-    segment_length: int
-    branches_per_microbatch: int
+    segment_length: int  # prompt tokens of a forward and its backward, on all CP ranks: activations grow with it
+    branches_per_microbatch: int  # responses that are replayed together: activations grow with it
     response_block: int | None  # tokens of a response whose graph exists at the same time; None: whole responses
-    recompute: Literal["none", "full", "selective"]
-    groups_per_step: int | Literal["all"]
+    recompute: Literal["none", "full", "selective"]  # Megatron's: of layers, or of core attention only
+    groups_per_step: int | Literal["all"]  # prompt groups of an optimizer step; all: the whole file
     logprob_block: int  # response tokens whose logits exist at the same time
     state: StateConfig
     schedule: ScheduleConfig
-    precision: Literal["auto", "bf16", "fp32", "fp64"]
-    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["auto", "bf16", "fp32", "fp64"]  # auto: bf16 on a GPU, fp32 on a CPU
+    device: Literal["auto", "cpu", "cuda"]  # auto: a GPU where torch sees one
     seed: int
     optimizer: OptimizerConfig
     trainer: TrainerConfig
-    run_dir: str
+    run_dir: str  # folder for metrics.jsonl and W&B's offline files
     wandb: WandbConfig
     prompt_length: int  # this and the next three: the workload and output of `longstraw bench` and `longstraw plan`
     response_length: int
