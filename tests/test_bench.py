@@ -12,6 +12,7 @@ import torch
 from longstraw_megatron.batch import Branch, PromptGroup
 from longstraw_megatron.bench import door, launch, report, workload
 from longstraw_megatron.bench.launch import Failure
+from longstraw_megatron.bench.worker import method_config
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import resolve_auto
 from longstraw_megatron.errors import RefusedError
@@ -226,6 +227,17 @@ def test_workload_is_the_keys():
     assert math.isclose(sum(branch.advantage for branch in group.branches), -1.0 + 0.15 + 1.3)
     again, other = workload.make_groups(tiny_config("group_size=3"), 2)
     assert (again.prompt_tokens == group.prompt_tokens).all() and (other.prompt_tokens != group.prompt_tokens).any()
+
+
+def test_a_dense_pass_is_never_in_blocks():
+    config = tiny_config("response_block=8")
+    for method, block in (("dense", None), ("dense_recompute", None), ("exact", 8), ("detached", 8)):
+        assert method_config(config, method).response_block == block
+
+
+def test_steps_that_reuse_state_are_refused():
+    with pytest.raises(RefusedError, match="state.reuse_steps=1 is for steps that follow each other"):
+        door.main(["gradient=detached", "state.reuse_steps=1", "device=cpu"])
 
 
 def test_unknown_method_is_refused():

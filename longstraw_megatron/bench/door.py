@@ -14,6 +14,7 @@ from longstraw_megatron.bench.report import format_report, make_report, wrong_gr
 from longstraw_megatron.bench.workload import make_groups
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
+from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.rollouts import length_warnings
 
 logger = logging.getLogger("longstraw_megatron")
@@ -28,6 +29,11 @@ def num_ranks_of(config: Config) -> int:
 def main(overrides: Sequence[str]) -> int:
     """Exit code: 0 done, 1 where a method failed or a gradient is not dense training's. Raises RefusedError."""
     config = resolve_auto(load_config(overrides), cuda_available=torch.cuda.is_available())
+    if config.state.reuse_steps:
+        raise RefusedError(
+            f"state.reuse_steps={config.state.reuse_steps} is for steps that follow each other, and longstraw bench "
+            "measures single ones, prefill included; set state.reuse_steps=0."
+        )
     num_ranks = num_ranks_of(config)
     check_world_size(config, num_ranks)
     for warning in length_warnings(make_groups(config, 1), config.model.hf_config.get("max_position_embeddings")):

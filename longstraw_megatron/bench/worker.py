@@ -126,10 +126,11 @@ class Repetition:
 
 
 def method_config(config: Config, method: str) -> Config:
-    """The run's keys for one method: a dense pass holds one sequence at a time."""
+    """The run's keys for one method: a dense pass holds one whole sequence at a time."""
     if method in DENSE_METHODS:
         recompute = "full" if method == "dense_recompute" else "none"
-        return dataclasses.replace(config, gradient="detached", recompute=recompute, branches_per_microbatch=1)
+        whole = {"branches_per_microbatch": 1, "response_block": None}
+        return dataclasses.replace(config, gradient="detached", recompute=recompute, **whole)
     return dataclasses.replace(config, gradient=method)
 
 

@@ -94,14 +94,24 @@ class Engine:
         }
 
     def run(
-        self, actions: Sequence[Action], works: Sequence[GroupWork], *, objective: Objective | None = None
+        self,
+        actions: Sequence[Action],
+        works: Sequence[GroupWork],
+        *,
+        objective: Objective | None = None,
+        keep_states: bool = False,
     ) -> StepResult:
-        """Run a plan over the prompt groups of `works`; without an objective, branches are only scored (no graph)."""
+        """Run a plan over the prompt groups of `works`; without an objective, branches are only scored (no graph).
+
+        A prompt's state goes with the last action of its group, but for those of detached prompts with `keep_states`.
+        """
         self._objective, self._result = objective, StepResult()
-        self._interpret(actions, works, with_graph=objective is not None)
+        self._interpret(actions, works, with_graph=objective is not None, keep_states=keep_states)
         return self._result
 
-    def _interpret(self, actions: Sequence[Action], works: Sequence[GroupWork], *, with_graph: bool) -> None:
+    def _interpret(
+        self, actions: Sequence[Action], works: Sequence[GroupWork], *, with_graph: bool, keep_states: bool = False
+    ) -> None:
         """Run a plan; `with_graph` where its branches have a backward."""
         self._works, self._with_graph = works, with_graph
         self.kept_inputs: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
@@ -111,10 +121,13 @@ class Engine:
         self._live: dict[tuple[int, int, int], LiveGraph] = {}
         self._arrived: dict[Key, Tensor] = {}
         self._leaving: dict[Key, Tensor] = {}
+        last = {(action.group, action.stage): place for place, action in enumerate(actions) if action.op.is_compute}
         for place, action in enumerate(actions):
             if action.op.is_compute:
                 self._expect_next(actions, place + 1)
                 self._handlers[action.op](action)
+                if last[action.group, action.stage] == place and not keep_states:
+                    works[action.group].release(0, self._chunk(action))
                 if self.progress is not None:
                     self.progress(action)
             else:

@@ -231,7 +231,7 @@ class GroupWork:
         self.shape = replace(self.shape, num_segments=0)
 
     def release(self, index: int, chunk: int) -> None:
-        """Forget the state that segment `index` and later ones made: its walk is done."""
+        """Forget the state that segment `index` and later ones made: nobody reads it any more."""
         self.states[chunk].truncate(num_rows=self.prefix_rows[index], boundary=index)
 
     def release_block(self, unit: int, chunk: int) -> None:

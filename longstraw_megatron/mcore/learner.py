@@ -130,7 +130,7 @@ class Learner:
         kept = self.reuse.states_of(groups)
         indices, works, actions = self.prepare(groups, self.options.state, forward_only=False, kept=kept)
         objective = self._objective(groups, indices, old_logprobs or {}, ref_logprobs or {})
-        result = self.engine.run(actions, works, objective=objective)
+        result = self.engine.run(actions, works, objective=objective, keep_states=self.options.reuse_steps > 0)
         with self.monitor.phase("reduce"):
             finalize_grads(self.chunks, self.context)
         stats = self._reduce_stats(list(result.losses.values()))

@@ -86,7 +86,7 @@ class PagedRows:
         self.residence = residence or OnDevice()
         self.rounding = rounding
         self.seed = seed
-        self._generator: torch.Generator | None = None
+        self._generators: dict[torch.device, torch.Generator] = {}
         self._pages: list[Page] = []
         self._num_shared = 0
         self._marks: dict[int, int] = {}
@@ -106,6 +106,8 @@ class PagedRows:
         )
         child._pages = list(self._pages)
         child._num_shared = len(self._pages)
+        # one after the other: with the same random numbers again, sums of branches would err together
+        child._generators = self._generators
         return child
 
     def append(self, *rows: Tensor) -> None:
@@ -218,9 +220,9 @@ class PagedRows:
     def _round(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         if self.rounding == "nearest" or (grad.dtype, dtype) != (torch.float32, torch.bfloat16):
             return grad.to(dtype)
-        if self._generator is None:
-            self._generator = torch.Generator(grad.device).manual_seed(self.seed)
-        return stochastic_bfloat16(grad, self._generator)
+        if grad.device not in self._generators:
+            self._generators[grad.device] = torch.Generator(grad.device).manual_seed(self.seed)
+        return stochastic_bfloat16(grad, self._generators[grad.device])
 
     def grad(self, start: int, stop: int) -> tuple[Tensor, ...] | None:
         """The gradients accumulated for rows [start, stop), or None where none ever came."""

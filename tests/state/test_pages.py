@@ -243,6 +243,19 @@ def test_stochastic_rounding_keeps_what_rounding_to_the_nearest_loses():
     assert abs(mean - 600) < 5 * (344 / 2048) ** 0.5
 
 
+def test_branches_in_blocks_round_by_different_random_numbers():
+    rows = PagedRows(page_length=64, grad_dtype=torch.bfloat16, rounding="stochastic", residence=RESIDENCE[0])
+    rows.append(torch.ones(64, 32))
+    for _ in range(600):
+        fork = rows.fork()
+        for view in fork.pages(64, with_grads=True):
+            fork.add_grad(view, torch.full((64, 32), 1.0))
+    (sums,) = rows.grad(0, 64)
+    # 256 additions beyond 256 have a variance of 1, the last 88 one of 3; with the same numbers in every fork a sum
+    # gets all of them or none
+    assert (sums.float() - 600).square().mean().item() < 1.3 * (256 + 3 * 88)
+
+
 def test_stochastic_rounding_is_unbiased_repeatable_and_keeps_what_is_exact():
     from longstraw_megatron.state.accumulate import stochastic_bfloat16
 
