@@ -115,7 +115,7 @@ class Engine:
         """Run a plan; `with_graph` where its branches have a backward."""
         self._works, self._with_graph = works, with_graph
         self.kept_inputs: dict[tuple[int, int, int], Tensor] = {}  # (group, segment, stage) -> stage input
-        self._kept_blocks: dict[tuple[int, int, int], Tensor] = {}  # (group, block, stage) -> stage input
+        self.kept_blocks: dict[tuple[int, int, int], Tensor] = {}  # (group, block, stage) -> stage input
         self._scored: dict[tuple[int, int], list[Tensor]] = {}  # (group, microbatch) -> logprobs of its earlier blocks
         self._block_grads: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # ... -> d loss / d logprob of each of them
         self._live: dict[tuple[int, int, int], LiveGraph] = {}
@@ -213,7 +213,7 @@ class Engine:
             microbatch, _ = work.shape.block_of(action.unit)
             self._scored.setdefault((action.group, microbatch), []).extend(whole)
         if stage_input is not None and self._with_graph:
-            self._kept_blocks[action.group, action.unit, action.stage] = self._rest(stage_input)
+            self.kept_blocks[action.group, action.unit, action.stage] = self._rest(stage_input)
         self._send_later(action, out)
 
     def _block_forward(self, action: Action, segment: SegmentPass, stage_input: Tensor | None) -> Tensor:
@@ -229,7 +229,7 @@ class Engine:
         work, chunk = self._works[action.group], self._chunk(action)
         microbatch, block = work.shape.block_of(action.unit)
         segment = work.block_pass(action.unit, Mode.WALK, chunk)
-        stage_input = self._kept_blocks.pop((action.group, action.unit, action.stage), None)
+        stage_input = self.kept_blocks.pop((action.group, action.unit, action.stage), None)
         with self._phase("branch_backward", action, segment):
             if stage_input is not None:
                 stage_input = to_device(stage_input, self.context.device).detach().requires_grad_()

@@ -56,9 +56,9 @@ def counted_state(live: LiveMemory) -> list[Patch]:
     put = BoundaryStates.put
 
     def counted_put(self, boundary: int, *values: Tensor) -> None:
+        live.recount(values, Item.BOUNDARIES)
         with live.counted_as(Item.BOUNDARIES):
             put(self, boundary, *values)
-        live.recount(values, Item.BOUNDARIES)
 
     return [
         _counted(live, PagedRows, "append", Item.STATE),

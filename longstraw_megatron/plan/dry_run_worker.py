@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longstraw_megatron.config import Config, build_config
 from longstraw_megatron.functional.objective import BranchLoss
+from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
 from longstraw_megatron.mcore.learner import Learner
 from longstraw_megatron.mcore.parallel import ParallelContext
@@ -21,14 +22,14 @@ from longstraw_megatron.mcore.patching import applied
 from longstraw_megatron.mcore.session import build_trained, learner_options, make_link
 from longstraw_megatron.plan.counted import counted_buffers, counted_build, counted_host, counted_state
 from longstraw_megatron.plan.dry_run import DryRunResult, Phase
-from longstraw_megatron.plan.fake_prefix import fill_stage_inputs, fill_state
+from longstraw_megatron.plan.fake_prefix import fill_stage_inputs, fill_state, make_grads
 from longstraw_megatron.plan.fake_ranks import init_fake_ranks, no_memory
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.live import LiveMemory
 from longstraw_megatron.plan.shortcuts import few_hops, few_pages, short_loops
 from longstraw_megatron.plan.stand_ins import cpu_kernels, even_routing, gpu_kernels
 from longstraw_megatron.plan.workload import Workload
-from longstraw_megatron.schedule import Action, Description, GroupShape, Op, incoming, outgoing
+from longstraw_megatron.schedule import Action, Description, Op, incoming, outgoing
 
 NO_SEGMENT = -1
 # the formula's names (plan/memory.py); what a replay takes most is its backward
@@ -95,13 +96,24 @@ def build_learner(config: Config, context: ParallelContext, recorder: Recorder) 
 
 
 def _actions(description: Description, pp_rank: int, last: int) -> list[Action]:
-    """PREFILL of the first segment and of `last`, as many FORWARDs as may live at once, their BACKWARDs, the walk."""
+    """PREFILL of the first segment and of `last`, as many FORWARDs as may live at once, their BACKWARDs, the walk.
+
+    A microbatch's earlier blocks are all scored; the last of them, behind which its path is longest, is walked back.
+    """
     stages = description.stages_of(pp_rank)
-    num_microbatches = description.groups[0].num_microbatches
+    shape = description.groups[0]
+    starts = shape.block_starts
     computes = [Action(Op.PREFILL, 0, unit, stage) for unit in sorted({0, last} - {NO_SEGMENT}) for stage in stages]
-    live = {stage: range(min(description.max_live_graphs(stage), num_microbatches)) for stage in stages}
-    computes += [Action(Op.FORWARD, 0, unit, stage) for stage in stages for unit in live[stage]]
-    computes += [Action(Op.BACKWARD, 0, unit, stage) for stage in reversed(stages) for unit in live[stage]]
+    live = {stage: range(min(description.max_live_graphs(stage), shape.num_microbatches)) for stage in stages}
+    for stage in stages:
+        for unit in live[stage]:
+            computes += [Action(Op.BLOCK_PREFILL, 0, block, stage) for block in range(starts[unit], starts[unit + 1])]
+            computes.append(Action(Op.FORWARD, 0, unit, stage))
+    for stage in reversed(stages):
+        for unit in live[stage]:
+            computes.append(Action(Op.BACKWARD, 0, unit, stage))
+            if starts[unit] < starts[unit + 1]:
+                computes.append(Action(Op.BLOCK_BACKWARD, 0, starts[unit + 1] - 1, stage))
     if description.exact and last != NO_SEGMENT:
         computes += [Action(Op.PROMPT_BACKWARD, 0, last, stage) for stage in reversed(stages)]
     actions = []
@@ -109,6 +121,14 @@ def _actions(description: Description, pp_rank: int, last: int) -> list[Action]:
         before, behind = incoming(compute, description.num_stages), outgoing(compute, description.num_stages)
         actions += [action for action in (before, compute, behind) if action is not None]
     return actions
+
+
+def _end_path(engine: Engine, work: GroupWork, action: Action, pp_size: int) -> None:
+    """Forget a branch's path, of whose blocks only the last was walked."""
+    microbatch, _ = work.shape.block_of(action.unit)
+    for block in range(work.shape.block_starts[microbatch], action.unit):
+        engine.kept_blocks.pop((0, block, action.stage), None)
+    work.drop_path(microbatch, action.stage // pp_size)
 
 
 def _last_long_segment(work: GroupWork) -> int:
@@ -124,7 +144,7 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
     _, (work, *_), _ = learner.prepare([workload.group()] * groups.dp.size(), learner.options.state, forward_only=False)
     last = _last_long_segment(work)
     description = Description(
-        groups=(GroupShape(work.num_segments, work.num_microbatches),),
+        groups=(work.shape,),
         pp_size=groups.pp.size(),
         vpp_size=len(learner.chunks),
         exact=learner.options.state.exact,
@@ -133,7 +153,7 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
     def progress(action: Action) -> None:
         state = work.states[action.stage // groups.pp.size()]
         live.recount(state.experts.values(), Item.STATE)
-        live.recount(engine.kept_inputs.values(), Item.STAGE_INPUTS)
+        live.recount((*engine.kept_inputs.values(), *engine.kept_blocks.values()), Item.STAGE_INPUTS)
         is_first = action.op is Op.PREFILL and action.unit == 0 and last > 0
         recorder.close("first prefill" if is_first else PHASES[action.op])
         missing = range(1, last) if is_first else range(last + 1, work.num_segments)
@@ -141,6 +161,11 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
             fill_state(state, work, missing, live)
             fill_stage_inputs(engine, action.stage, work, missing, live)
             recorder.close("state")
+        path = work.paths.get((action.unit, action.stage // groups.pp.size()))
+        if action.op is Op.BACKWARD and path is not None:
+            make_grads(path)
+        elif action.op is Op.BLOCK_BACKWARD:
+            _end_path(engine, work, action, groups.pp.size())
 
     def objective(place: int, branch: int, logprobs: Tensor) -> BranchLoss:
         return BranchLoss(loss=logprobs.sum(), grad_logprobs=torch.empty_like(logprobs), stats={})

@@ -18,7 +18,14 @@ def _fill_rows(state: PrefixState, prefix_rows: int, owned_rows: int) -> None:
         num_rows = owned_rows if kind in OWNED_KINDS else prefix_rows
         first = [tensor[:1] for view in rows.pages(1) for tensor in view.tensors]
         rows.append(*(row.expand(num_rows - rows.num_rows, *row.shape[1:]) for row in first))
-        if state.exact and kind not in WITHOUT_GRADIENT:
+    if state.exact:
+        make_grads(state)
+
+
+def make_grads(state: PrefixState) -> None:
+    """Make every accumulator of `state`, as when gradients have come to all of its pages."""
+    for kind, _, rows in state.tables():
+        if kind not in WITHOUT_GRADIENT:
             rows.make_grads()
 
 

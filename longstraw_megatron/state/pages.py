@@ -271,9 +271,10 @@ class PagedRows:
         return sum(grad.nbytes for page in self._pages[self._num_shared :] for grad in page.grads or ())
 
     def make_grads(self) -> None:
-        """Make the accumulators of all pages, which otherwise come with the first gradient of each."""
+        """Make the accumulators of all pages that take gradients, which otherwise come with the first one of each."""
         for page in self._pages:
-            self._accumulators(page)
+            if page.takes_grad:
+                self._accumulators(page)
 
     def _accumulators(self, page: Page) -> tuple[Tensor, ...]:
         if page.grads is None:

@@ -83,6 +83,21 @@ def test_items_are_those_of_a_real_step(model):
         assert phases[name].peak == pytest.approx(peaks[action], rel=0.10), name
 
 
+@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", "tiny_glm_dsa"])
+def test_a_response_in_blocks(model):
+    overrides = [f"model={model}", "recompute=full", "response_block=16"]  # two blocks, and the last one
+    (dry,) = run_ranks(1, _dry, overrides, init=False, timeout=300)
+    ((_, states, peaks),) = run_ranks(1, _real, overrides, timeout=300)
+    phases, replayed = {phase.name: phase for phase in dry.phases}, states["BACKWARD"]
+    got = phases["block walk"].items
+    assert got[Item.STATE] == replayed["rows"] + replayed["experts"]
+    assert got[Item.STATE_GRADIENTS] == replayed["rows_grad"]
+    assert got.get(Item.BOUNDARIES, 0) == replayed["boundaries"]
+    actions = {"block prefill": "BLOCK_PREFILL", "replay": "BACKWARD", "block walk": "BLOCK_BACKWARD"}
+    for name, action in (actions | {"walk": "PROMPT_BACKWARD"}).items():
+        assert phases[name].peak == pytest.approx(peaks[action], rel=0.10), name
+
+
 def _peak(rank, world_size, group_size):
     config = _config("model=tiny_qwen_hybrid", f"group_size={group_size}")
     return run_dry(config, Workload.of(config), rank=0, world_size=1).peak.peak
