@@ -26,8 +26,6 @@ logger = logging.getLogger("longstraw_megatron")
 
 LISTED = 12  # layouts of a search that are shown; JSON has all
 MEMORY_PNG, SCHEDULE_PNG = "plan_memory.png", "plan_schedule.png"
-# a dry run's phases that have other names here
-DRY_PHASES = {"forward": "replay", "backward": "replay", "block backward": "replay", "prompt backward": "walk"}
 SHORT = tuple(field.name for field in dataclasses.fields(PlanConfig))  # `search=true` is `plan.search=true`
 
 
@@ -111,7 +109,7 @@ def format_time(time: TimePlan) -> str:
 def compare_dry_run(stage: StageMemory, result: DryRunResult) -> str:
     """Formula and dry run of one rank, item by item at the dry run's peak."""
     peak = result.peak
-    planned = stage.phases.get(DRY_PHASES.get(peak.name, peak.name), stage.items)
+    planned = stage.phases.get(peak.name, stage.items)
     rows = []
     for name, items in [(item.value, (item,)) for item in Item if item not in (*ACTIVATIONS, Item.FRAGMENTATION)] + [
         ("graph, logits, buffers", ACTIVATIONS)
@@ -225,22 +223,25 @@ def plan_layout(config: Config, num_gpus: int) -> int:
     layout = Layout(config, Workload.of(config), num_gpus)
     memory = plan_memory(layout)
     time, budget = plan_time(layout, memory), device_bytes(config, num_gpus)
+    as_json = config.format == "json"
+    if not as_json:
+        print(describe(layout) + "\n\n" + format_memory(memory, budget) + "\n\n" + format_time(time), flush=True)
     result = None
     if config.plan.dry_run:
-        result = dry_run(config, layout.workload, rank=memory.worst.first_rank, world_size=num_gpus)
-    if config.format == "json":
+        rank = memory.worst.first_rank
+        logger.info(f"dry run of rank {rank} of {num_gpus}: a minute or two of one core")
+        result = dry_run(config, layout.workload, rank=rank, world_size=num_gpus)
+    if as_json:
         tree = layout_json(layout, memory, time, budget)
         print(json.dumps(tree | {"dry_run": None if result is None else dataclasses.asdict(result)}, indent=2))
-    else:
-        print(describe(layout) + "\n\n" + format_memory(memory, budget) + "\n\n" + format_time(time))
-        if result is not None:
-            print("\n" + compare_dry_run(memory.worst, result))
+    elif result is not None:
+        print("\n" + compare_dry_run(memory.worst, result))
     bars = [(f"ranks {_ranks(stage)}", stage.items) for stage in memory.stages]
     _draw_memory(config, bars, describe(layout).split(", gradient")[0], budget)
     if config.plan.draw:
         path = _run_dir(config) / SCHEDULE_PNG
         draw_png(time.report, path, title=_layout_words(layout), unit="s")
-        if config.format != "json":
+        if not as_json:
             print("\n" + draw_text(time.report))
         logger.info(f"schedule as a timeline: {path}")
     return 0
