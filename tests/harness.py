@@ -319,6 +319,7 @@ def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:
         )
         worst = ", ".join(f"{name} {relative:.1e}" for relative, name in table[:3])
         rank_norm = math.sqrt(sum(norm for _, norm in result.errors.values()))
+        print(f"rank {rank}: overall {total / rank_norm:.1e}; {worst}")  # pytest -rP shows it
         assert total <= OVERALL * rank_norm, f"rank {rank}: overall {total / rank_norm:.1e}; {worst}"
         for name, (error, norm) in result.errors.items():
             bound = PER_TENSOR * math.sqrt(norm) + PER_TENSOR_ABS * norm_all
