@@ -1,7 +1,7 @@
 """Our gradients in any layout, rank by rank, against the oracle's."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -244,29 +244,31 @@ def _norms_of_truth(learner: Learner, hf: dict, truth: dict) -> dict[str, float]
     }
 
 
-def _grad_norm(learner: Learner, precision: str, distributed: bool) -> float:
+def _run_rank(rank, world_size, layout, hf, weights, truths, groups, precision) -> list[RankResult]:
+    """A step for each of `truths`: (gradients, whether the prompt is detached)."""
+    distributed = layout.cp * layout.dp > 1  # as a run has it
+    learner, context = build_learner(
+        layout, hf, detached=truths[0][1], precision=precision, use_distributed_optimizer=distributed
+    )
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
     optimizer = build_optimizer(
         load_config([]).optimizer,
         learner.chunks,
-        learner.context,
+        context,
         precision=precision,
         use_distributed_optimizer=distributed,
     )
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
-
-
-def _run_rank(rank, world_size, layout, hf, weights, truth, groups, detached, precision) -> RankResult:
-    distributed = layout.cp * layout.dp > 1  # as a run has it
-    learner, context = build_learner(
-        layout, hf, detached=detached, precision=precision, use_distributed_optimizer=distributed
-    )
-    fill_from_hf(learner.chunks, hf, weights, context.groups)
-    stats, logprobs = learner.compute_gradients(prompt_groups(groups))
-    grad_norm = _grad_norm(learner, precision, distributed)
-    complete_gradients(learner.chunks)
-    errors, missing = gradient_errors(learner, hf, truth, frozen=bool(layout.frozen or layout.trainable))
-    return RankResult(errors, logprobs, stats, missing, _norms_of_truth(learner, hf, truth), grad_norm)
+    results = []
+    for truth, detached in truths:
+        learner.options = replace(learner.options, state=replace(learner.options.state, exact=not detached))
+        stats, logprobs = learner.compute_gradients(prompt_groups(groups))
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        complete_gradients(learner.chunks)
+        errors, missing = gradient_errors(learner, hf, truth, frozen=bool(layout.frozen or layout.trainable))
+        wanted = _norms_of_truth(learner, hf, truth)
+        results.append(RankResult(errors, logprobs, stats, missing, wanted, grad_norm))
+    return results
 
 
 def _run_grads(rank, world_size, layout, hf, weights, groups, detached) -> dict[str, torch.Tensor]:
@@ -295,11 +297,23 @@ def run_layout(
     layout: Layout, hf_model, truth: DenseResult, groups: list[dict], *, detached: bool = False, precision: str = "fp32"
 ) -> list[RankResult]:
     """Gradients of `groups` on every rank of a layout, compared with the truth in the rank itself."""
+    return _run_steps(layout, hf_model, [(truth, detached)], groups, precision)[0]
+
+
+def run_exact_and_detached(
+    layout: Layout, hf_model, exact: DenseResult, detached: DenseResult, groups: list[dict]
+) -> tuple[list[RankResult], list[RankResult]]:
+    """`run_layout` with the exact gradient and then with the detached one, by the same ranks."""
+    return tuple(_run_steps(layout, hf_model, [(exact, False), (detached, True)], groups, "fp32"))
+
+
+def _run_steps(layout: Layout, hf_model, truths, groups: list[dict], precision: str) -> list[list[RankResult]]:
+    """[step][rank]."""
     hf = hf_model.config.to_dict() | {"architectures": [type(hf_model).__name__]}
+    steps = [(truth.grads, detached) for truth, detached in truths]
     weights = dict(hf_model.state_dict())
-    return run_ranks(
-        layout.world_size, _run_rank, layout, hf, weights, truth.grads, groups, detached, precision, timeout=400
-    )
+    by_rank = run_ranks(layout.world_size, _run_rank, layout, hf, weights, steps, groups, precision, timeout=400)
+    return [list(of_step) for of_step in zip(*by_rank, strict=True)]
 
 
 def assert_equals_oracle(results: list[RankResult], truth: DenseResult) -> None:

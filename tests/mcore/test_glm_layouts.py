@@ -7,7 +7,7 @@ than the others or without any group.
 
 import pytest
 from glm_oracle import glm_truth
-from harness import Layout, after_updates, assert_equals_oracle, make_groups, run_layout
+from harness import Layout, after_updates, assert_equals_oracle, make_groups, run_exact_and_detached
 from oracle import glm_config, make_model
 
 from longstraw_megatron.errors import RefusedError
@@ -46,34 +46,21 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def case():
+    """Model, groups, and what dense training gives: (exact, detached)."""
     model = make_model(glm_config(index_n_heads=4))
     groups = make_groups((60, [12, 1, 17]), (1, [5]), (37, [8, 3]))
     groups = after_updates(groups, glm_truth(model, groups))
-    return model, groups, glm_truth(model, groups)
+    return model, groups, (glm_truth(model, groups), glm_truth(model, groups, detached=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gradient_is_that_of_full_sequences(case, name):
-    model, groups, truth = case
-    assert_equals_oracle(run_layout(LAYOUTS[name], model, truth, groups), truth)
+def test_gradients_are_those_of_full_sequences_and_of_a_detached_cache(case, name):
+    model, groups, dense = case
+    for results, truth in zip(run_exact_and_detached(LAYOUTS[name], model, *dense, groups), dense, strict=True):
+        assert_equals_oracle(results, truth)
 
 
 def test_stages_that_share_top_k_are_refused_with_the_legal_starts():
     hf = glm_config().to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
     with pytest.raises(RefusedError, match=r"begin at layers \[4\].*wanted some of \[0, 1, 2, 6, 10\]; \[6, 5\] does"):
         pipeline_layout(hf, pp=2, vpp=1, stages=(4, 7))
-
-
-@pytest.fixture(scope="module")
-def detached_truth(case):
-    model, groups, _ = case
-    return glm_truth(model, groups, detached=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["cp2", "cp4_recompute", "cp8", "tp2_sp", "tp2_sp_cp2", "ep2", "cp2_ep2", "cp4_ep4", "cp2_ep2_dp2", "pp2_cp2_ep2"],
-)
-def test_detached_gradient_is_that_of_a_detached_cache(case, detached_truth, name):
-    model, groups, _ = case
-    assert_equals_oracle(run_layout(LAYOUTS[name], model, detached_truth, groups, detached=True), detached_truth)
