@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 GRACE_S = 1.0  # after a first failure, how long the other ranks may still tell theirs; and to leave after a result
 STACK_S = 0.5  # how long a hung rank has to write its stack
@@ -88,10 +89,29 @@ class _Job:
         return self.fn(rank, self.world_size, *self.args)
 
 
+def _share_loop_thread() -> None:
+    """One gloo device for all process groups of this rank.
+
+    Each group otherwise has a loop thread of its own that wakes up 100 times a second, and Megatron makes two dozen
+    groups: with 8 ranks on 2 cores that is most of what a small test takes.
+    """
+    base = distributed_c10d.ProcessGroupGloo
+    device = base.create_device(interface="lo")
+
+    class OneDevice(base):
+        def __init__(self, store, rank, size, timeout=datetime.timedelta(minutes=30), **_unused):
+            options = base._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneDevice
+
+
 def _child_main(job: _Job, rank: int, pipe: Connection) -> None:
     """The life of a rank; multiprocessing leaves with os._exit behind it."""
     os.setpgid(0, 0)  # so that what a rank spawned (Megatron's checkpoint writer does) ends with it
     torch.set_num_threads(1)
+    _share_loop_thread()
     with job.stack_file(rank).open("w") as stack:
         faulthandler.enable(file=stack)
         faulthandler.register(signal.SIGUSR1, file=stack)
