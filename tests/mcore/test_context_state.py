@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 from glm_oracle import glm_truth
@@ -16,57 +17,36 @@ from longstraw_megatron.testing import RankError, run_ranks
 MODELS = {"qwen": (qwen_config, "Qwen3_5ForCausalLM"), "glm": (glm_config, "GlmMoeDsaForCausalLM")}
 
 
-def _exact_bytes(rank, world_size, layout, hf, weights, raw):
-    """The most that the rows of the prefix, and their gradients, take on this rank in an exact step."""
-    learner, context = build_learner(layout, hf, detached=False)
+def _state_bytes(rank, world_size, layout, hf, weights, raw, detached):
+    """The most that each item of the prefix state takes on this rank in a step."""
+    learner, context = build_learner(layout, hf, detached=detached)
     fill_from_hf(learner.chunks, hf, weights, context.groups)
-    most = {"rows": 0, "rows_grad": 0}
+    most = Counter()
 
     def watch(action):
-        held = learner.engine.state_bytes()
-        most.update({name: max(size, held[name]) for name, size in most.items()})
+        for item, size in learner.engine.state_bytes().items():
+            most[item] = max(most[item], size)
 
     learner.engine.progress = watch
     learner.compute_gradients(prompt_groups(raw))
-    return most
+    assert most["rows"]
+    return dict(most)
 
 
-def _state_bytes(rank, world_size, layout, hf, weights, raw):
-    """Bytes of the prefix state on this rank after a detached step, by item."""
-    learner, context = build_learner(layout, hf, detached=True)
-    fill_from_hf(learner.chunks, hf, weights, context.groups)
-    works, prepare = [], learner.prepare
-
-    def keep(*args, **kwargs):
-        result = prepare(*args, **kwargs)
-        works.extend(result[1])
-        return result
-
-    learner.prepare = keep
-    learner.compute_gradients(prompt_groups(raw))
-    return works[0].states[0].nbytes()
-
-
+@pytest.mark.parametrize("detached", [True, False], ids=["detached", "exact"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name):
+def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name, detached):
     config, architecture = MODELS[name]
     model = make_model(config())
     hf = model.config.to_dict() | {"architectures": [architecture]}
-    raw = make_groups((1025, [4]))
-    weights = dict(model.state_dict())
-    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
-    parts = run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), hf, weights, raw, timeout=120)
-    for part in parts:
-        assert part["rows"] == pytest.approx(whole["rows"] / 4, rel=0.05)
-    (whole_exact,) = run_ranks(1, _exact_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
-    assert whole_exact["rows"] == whole["rows"] and whole_exact["rows_grad"]
-    for part in run_ranks(4, _exact_bytes, Layout(cp=4, segment_length=256), hf, weights, raw, timeout=120):
-        for item, size in part.items():
-            assert size == pytest.approx(whole_exact[item] / 4, rel=0.05), item
-    # the delta rule's state is sharded too, by heads or in equal parts; only its convolution tail is whole
-    if whole["boundaries"]:
-        tail = 6 * 3 * (2 * 32 + 96) * 4
-        for part in parts:
+    how = (hf, dict(model.state_dict()), make_groups((1025, [4])), detached)
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how, timeout=120)
+    for part in run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), *how, timeout=120):
+        for item in ("rows",) if detached else ("rows", "rows_grad"):
+            assert part[item] == pytest.approx(whole[item] / 4, rel=0.05), item
+        # the delta rule's state is sharded too, by heads or in equal parts; only its convolution tail is whole
+        if whole["boundaries"] and detached:
+            tail = 6 * 3 * (2 * 32 + 96) * 4
             assert part["boundaries"] <= (whole["boundaries"] - tail) / 4 + tail + 64
 
 
@@ -75,11 +55,12 @@ def test_tensor_parallel_ranks_share_latents_and_index_keys_out(cp):
     """Half of the prefix on each of two; its gradients too, which have a place for each row of a latent."""
     model = make_model(glm_config(num_hidden_layers=4))
     hf = model.config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
-    raw, weights = make_groups((513, [4])), dict(model.state_dict())
-    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), hf, weights, raw, timeout=120)
+    how = (hf, dict(model.state_dict()), make_groups((513, [4])), False)
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how, timeout=120)
     layout = Layout(tp=2, cp=cp, segment_length=256)
-    for part in run_ranks(2 * cp, _state_bytes, layout, hf, weights, raw, timeout=120):
-        assert part["rows"] == pytest.approx(whole["rows"] / 2 / cp, rel=0.05)
+    for part in run_ranks(2 * cp, _state_bytes, layout, *how, timeout=120):
+        for item in ("rows", "rows_grad"):
+            assert part[item] == pytest.approx(whole[item] / 2 / cp, rel=0.05), item
 
 
 def _die_in_the_walk(rank, world_size, layout, hf, weights, raw, folder):
