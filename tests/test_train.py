@@ -131,6 +131,7 @@ def test_a_refusal_that_only_a_later_rank_meets_is_told(rollouts, tmp_path, capf
         return []
 
     monkeypatch.setattr(train, "check", check)
+    monkeypatch.setattr(train, "check_memory", lambda *args: None)
     monkeypatch.setattr(train, "run", lambda config, groups: None)
     assert run_main([f"rollouts.path={rollouts}"], world_size=2) == [0, 2]
     assert (
