@@ -15,12 +15,13 @@ DEMO_PROMPT_tiny_glm_dsa := 2048
 DEMO_LR_tiny_qwen_hybrid := 1e-3
 DEMO_LR_tiny_glm_dsa := 3e-4
 
-.PHONY: help setup demo test test-32 check
+.PHONY: help setup demo test test-wide test-32 check
 
 help:
 	@echo "make setup   .venv with everything that is needed"
 	@echo "make demo    GRPO on a 16,384-token prompt on this machine's CPU (MODEL=tiny_qwen_hybrid|tiny_glm_dsa)"
-	@echo "make test    every test but the 32-rank layouts"
+	@echo "make test    every test but those of the next two"
+	@echo "make test-wide more layouts of the same kinds"
 	@echo "make test-32 the layouts of 32 GPUs, as 32 processes"
 	@echo "make check   lint, format, layering"
 
@@ -42,7 +43,10 @@ demo: $(STAMP)
 		optimizer.lr=$(DEMO_LR_$(MODEL)) trainer.max_steps=3 run_dir=$(DEMO)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ranks32" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ranks32 and not wide" tests
+
+test-wide: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wide tests/mcore
 
 test-32: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ranks32 tests/mcore/test_32_ranks.py

@@ -32,6 +32,11 @@ SCALAR = 1e-5  # loss and gradient norm: one layout equals every other, since ea
 LOSS_ABS = 1e-6  # rounding of float32 logprobs, for losses whose terms cancel
 
 
+def names_of(cases, *, wide=()) -> list:
+    """Names of cases for parametrize; those in `wide` are for `make test-wide` only."""
+    return [pytest.param(name, marks=pytest.mark.wide) if name in wide else name for name in cases]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A parallel layout and the knobs of a run that must not change the gradient."""

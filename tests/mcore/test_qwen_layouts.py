@@ -2,7 +2,15 @@
 Hugging Face's, with old logprobs that are not the present ones."""
 
 import pytest
-from harness import Layout, after_updates, assert_equals_oracle, make_groups, run_exact_and_detached, run_layout
+from harness import (
+    Layout,
+    after_updates,
+    assert_equals_oracle,
+    make_groups,
+    names_of,
+    run_exact_and_detached,
+    run_layout,
+)
 from oracle import dense_grpo, make_model, qwen_config
 
 FEW_HEADS, MANY_HEADS = (
@@ -77,8 +85,18 @@ def test_tensor_and_data_parallel(truths, name):
     _check(truths, TENSOR_AND_DATA[name])
 
 
-@pytest.mark.parametrize("heads", ["few", "many"])  # state relayed over ranks, state sharded by heads
-@pytest.mark.parametrize("name", CONTEXT)
+WIDE = ("cp2, packed, recompute", "cp2 contiguous", "cp4", "cp2 dp2")
+
+
+# state relayed over ranks, state sharded by heads
+@pytest.mark.parametrize("heads", ["few", pytest.param("many", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("name", WIDE)
+def test_context_parallel_wide(truths, name, heads):
+    _check(truths, CONTEXT[name], heads)
+
+
+@pytest.mark.parametrize("heads", ["few", "many"])
+@pytest.mark.parametrize("name", [name for name in CONTEXT if name not in WIDE])
 def test_context_parallel(truths, name, heads):
     _check(truths, CONTEXT[name], heads)
 
@@ -87,7 +105,7 @@ def test_more_ranks_than_tokens(truths):
     _check(truths, Layout(cp=4, segment_length=3, page_length=2), shapes=((8, [2, 1]), (1, [3])))
 
 
-@pytest.mark.parametrize("name", PIPELINE)
+@pytest.mark.parametrize("name", names_of(PIPELINE, wide=("pp2, two prefixes alive, packed",)))
 def test_pipeline_parallel(truths, name):
     _check(truths, PIPELINE[name])
 
