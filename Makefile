@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= tiny_qwen_hybrid
+# tests at a time; each may be several processes
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 DEMO := runs/demo_$(MODEL)
 # the sparse model's prompt is shorter: its reference kernels gather every selected key
 DEMO_PROMPT_tiny_qwen_hybrid := 16384
@@ -43,15 +46,15 @@ demo: $(STAMP)
 		optimizer.lr=$(DEMO_LR_$(MODEL)) trainer.max_steps=3 run_dir=$(DEMO)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ranks32 and not wide" tests
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m "not ranks32 and not wide" tests
 
 test-wide: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wide tests/mcore
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m wide tests/mcore
 
 test-32: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ranks32 tests/mcore/test_32_ranks.py
+	$(PYTEST) -m ranks32 tests/mcore/test_32_ranks.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_layering.py
+	$(PYTEST) tests/test_layering.py

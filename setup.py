@@ -34,6 +34,6 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]", "flash-linear-attention>=0.5.2"],
-        "dev": ["hypothesis", "pytest", "ruff", "transformers"],
+        "dev": ["hypothesis", "pytest", "pytest-xdist", "ruff", "transformers"],
     },
 )

@@ -89,7 +89,10 @@ class Watch:
         self.sent[PHASES[action.op]] += learner.traffic.total - self._sent_before
         self._sent_before = learner.traffic.total
 
-    def begin(self) -> None:
+    def begin(self, label: str, totals: dict[Op, int]) -> None:
+        """What a pass will do is not watched."""
+
+    def restart(self) -> None:
         """A new repetition; what was sent between runs is in no phase."""
         self.sent.clear()
         self._sent_before = self.trainer.learner.traffic.total
@@ -111,7 +114,7 @@ class Repetition:
         learner = trainer.learner
         learner.monitor.take()
         dist.barrier()
-        watch.begin()
+        watch.restart()
         sent = learner.sent
         start, cpu_start = time.perf_counter(), time.process_time()
         stats, _ = learner.compute_gradients(groups)

@@ -20,9 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-# Elements of a block's [tokens, heads, C + K + V]: on a CPU a handful of such arrays should stay in cache.
-_BLOCK_ELEMENTS = {"cpu": 1 << 17}
-_BLOCK_ELEMENTS_DEVICE = 1 << 26
+
+class Tiling(NamedTuple):
+    """How tokens are cut: tokens of a chunk, and elements of a block's [tokens, heads, C + K + V] at the most."""
+
+    chunk_size: int = 64
+    block_elements: int = 1 << 26
+
+
+_TILING = Tiling()
 
 
 class _Block(NamedTuple):
@@ -70,16 +76,11 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
-def _default_chunk_size(k: Tensor, v: Tensor) -> int:
-    """Measured on a CPU: 32 is faster by a third up to head dims of 64, and slower above."""
-    return 32 if k.device.type == "cpu" and k.shape[-1] + v.shape[-1] <= 128 else 64
-
-
-def _blocks(k: Tensor, v: Tensor, chunk_size: int) -> list[_Block]:
+def _blocks(k: Tensor, v: Tensor, tiling: Tiling) -> list[_Block]:
     batch, num_tokens, num_heads, key_dim = k.shape
-    budget = _BLOCK_ELEMENTS.get(k.device.type, _BLOCK_ELEMENTS_DEVICE)
+    chunk_size = tiling.chunk_size
     chunk_elements = batch * num_heads * chunk_size * (chunk_size + key_dim + v.shape[-1])
-    per_block = max(1, budget // max(1, chunk_elements))
+    per_block = max(1, tiling.block_elements // max(1, chunk_elements))
     num_chunks, rest = divmod(num_tokens, chunk_size)
     blocks = [
         _Block(first * chunk_size, min(per_block, num_chunks - first), chunk_size)
@@ -137,12 +138,12 @@ def _scan(state: Tensor, transition: Tensor, offset: Tensor, *, num_chunks: int,
 
 
 def _forward(
-    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
+    q: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tiling: Tiling
 ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
     """(out [B, T, H, V] or None without q, final state [B * H, K, V], the state at the start of each block)."""
     out = None if q is None else torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
     starts = []
-    for block in _blocks(k, v, chunk_size):
+    for block in _blocks(k, v, tiling):
         starts.append(state)
         k_n, v_n, g_n, beta_n = (_load(x, block, state.dtype) for x in (k, v, g, beta.unsqueeze(-1)))
         maps = _maps(k_n, v_n, g_n, beta_n)
@@ -183,7 +184,7 @@ def _backward(
     g: Tensor,
     beta: Tensor,
     starts: Tensor,
-    chunk_size: int,
+    tiling: Tiling,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq or None, dk, dv, dg, dbeta, gradient of the initial state [B * H, K, V]).
 
@@ -192,7 +193,7 @@ def _backward(
     dtype, scale, value_dim = dstate.dtype, k.shape[-1] ** -0.5, v.shape[-1]
     dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v, g, beta))
     dq = None if dout is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    for index, block in reversed(list(enumerate(_blocks(k, v, chunk_size)))):
+    for index, block in reversed(list(enumerate(_blocks(k, v, tiling)))):
         k_n, v_n, g_n, beta_n = (_load(x, block, dtype) for x in (k, v, g, beta.unsqueeze(-1)))
         maps = _maps(k_n, v_n, g_n, beta_n)
         u, w = maps.solved.split([value_dim, k.shape[-1]], dim=-1)
@@ -243,7 +244,7 @@ def _backward(
 
 class _ChunkRule(Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial_state, chunk_size):
+    def forward(ctx, q, k, v, g, beta, initial_state, tiling):
         ctx.set_materialize_grads(False)
         batch, _, num_heads, key_dim = k.shape
         shape = (batch * num_heads, key_dim, v.shape[-1])
@@ -251,9 +252,9 @@ class _ChunkRule(Function):
             state = k.new_zeros(shape, dtype=_compute_dtype(k))
         else:
             state = initial_state.to(_compute_dtype(k)).reshape(shape)
-        out, final_state, starts = _forward(q, k, v, g, beta, state, chunk_size)
+        out, final_state, starts = _forward(q, k, v, g, beta, state, tiling)
         if any(ctx.needs_input_grad):
-            ctx.chunk_size = chunk_size
+            ctx.tiling = tiling
             ctx.state_dtype = None if initial_state is None else initial_state.dtype
             ctx.save_for_backward(q, k, v, g, beta, torch.stack(starts) if starts else state.new_empty(0, *shape))
         # Without a token the final state IS the initial one: an output must not be an input.
@@ -268,7 +269,7 @@ class _ChunkRule(Function):
             dstate = starts.new_zeros(starts.shape[1:])
         else:
             dstate = dfinal_state.to(starts.dtype).flatten(0, 1)
-        dq, dk, dv, dg, dbeta, dstate = _backward(dout, dstate, q, k, v, g, beta, starts, ctx.chunk_size)
+        dq, dk, dv, dg, dbeta, dstate = _backward(dout, dstate, q, k, v, g, beta, starts, ctx.tiling)
         dinitial_state = None
         if ctx.state_dtype is not None:
             dinitial_state = dstate.unflatten(0, (k.shape[0], k.shape[2])).to(ctx.state_dtype)
@@ -283,7 +284,7 @@ def chunk_gated_delta_rule(
     beta: Tensor,
     *,
     initial_state: Tensor | None = None,
-    chunk_size: int | None = None,
+    tiling: Tiling = _TILING,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over T tokens, in chunks.
 
@@ -293,11 +294,11 @@ def chunk_gated_delta_rule(
     Returns out [B, T, H, V] in q's dtype and final_state [B, H, K, V] in float32 (float64), both differentiable in
     all inputs. Kept for backward: the inputs, and one state per block of chunks.
     """
-    return _ChunkRule.apply(q, k, v, g, beta, initial_state, chunk_size or _default_chunk_size(k, v))
+    return _ChunkRule.apply(q, k, v, g, beta, initial_state, tiling)
 
 
 def delta_rule_affine(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int | None = None
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, tiling: Tiling = _TILING
 ) -> tuple[Tensor, Tensor]:
     """What T tokens do to a state: final_state = A @ initial_state + B, in one pass without queries.
 
@@ -309,11 +310,11 @@ def delta_rule_affine(
     identity = torch.eye(key_dim, dtype=_compute_dtype(k), device=k.device)
     start = torch.cat([identity.new_zeros(key_dim, v.shape[-1] - key_dim), identity], dim=-1)
     start = start.expand(batch, num_heads, -1, -1)
-    _, final_state = _ChunkRule.apply(None, k, v, g, beta, start, chunk_size or _default_chunk_size(k, v))
+    _, final_state = _ChunkRule.apply(None, k, v, g, beta, start, tiling)
     offset, transition = final_state.split([v.shape[-1] - key_dim, key_dim], dim=-1)
     return transition, offset
 
 
-def delta_rule_transition(k: Tensor, g: Tensor, beta: Tensor, *, chunk_size: int | None = None) -> Tensor:
+def delta_rule_transition(k: Tensor, g: Tensor, beta: Tensor, *, tiling: Tiling = _TILING) -> Tensor:
     """A [B, H, K, K] of `delta_rule_affine`: it does not depend on the values."""
-    return delta_rule_affine(k, k.new_empty(*k.shape[:-1], 0), g, beta, chunk_size=chunk_size)[0]
+    return delta_rule_affine(k, k.new_empty(*k.shape[:-1], 0), g, beta, tiling=tiling)[0]

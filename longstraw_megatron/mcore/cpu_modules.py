@@ -20,6 +20,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from longstraw_megatron.errors import RefusedError
+
 
 def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool) -> Tensor:
     """RMSNorm without a bias, LayerNorm with one."""
@@ -54,8 +56,9 @@ class DuplicatedLinear(torch.nn.Linear):
 
     def __init__(self, input_size, output_size, *, config, init_method, bias, parallel_mode, **_):
         if parallel_mode != "duplicated" or bias:
-            raise NotImplementedError(
-                f"DuplicatedLinear got {parallel_mode=}, {bias=}, wanted 'duplicated' and no bias."
+            raise RefusedError(
+                f"TELinear on a CPU got {parallel_mode=}, {bias=}, wanted 'duplicated' and no bias, which is all that "
+                "Megatron's sparse attention asks of it; use the column- or row-parallel linear layer."
             )
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -140,7 +143,10 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
 def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None):
     """fla's `causal_conv1d` over whole sequences: x [b, t, c], weight [c, w], bias [c]; (out [b, t, c], None)."""
     if initial_state is not None or output_final_state or cu_seqlens is not None:
-        raise NotImplementedError("causal_conv1d on a CPU has no initial or final state and no packed sequences.")
+        raise RefusedError(
+            "causal_conv1d on a CPU got a state or packed sequences, wanted whole sequences, since Megatron's own "
+            "GatedDeltaNet passes no others; segments with a state go through ops.conv.causal_conv."
+        )
     channels, width = weight.shape
     out = F.conv1d(x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
     out = out[..., : x.shape[1]].transpose(1, 2)

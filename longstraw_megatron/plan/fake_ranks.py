@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longstraw_megatron.config import Config
@@ -58,14 +57,4 @@ def init_fake_ranks(config: Config, rank: int, world_size: int) -> ParallelConte
     cpu.CPU = META  # what Megatron takes for its GPU
     cpu.enable_cpu_runtime()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    parallel = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
-        create_gloo_process_groups=False,
-    )
-    return init_parallel(parallel, device=META, seed=config.seed, timeout_s=config.dist.timeout_s)
+    return init_parallel(config.parallel, device=META, seed=config.seed, timeout_s=config.dist.timeout_s)

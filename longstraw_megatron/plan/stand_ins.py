@@ -6,6 +6,8 @@ Engine, flash-linear-attention or FlashAttention on a GPU; everything else runs 
 they stand in for.
 """
 
+import functools
+
 import torch
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
@@ -150,7 +152,12 @@ def gpu_kernels() -> list[Patch]:
 def cpu_kernels() -> list[Patch]:
     """PyTorch's own attention kernels for a CPU, whose outputs meta tensors know."""
     flash = lambda q: (ops_attention._flash_cpu_forward, ops_attention._flash_cpu_backward)  # noqa: E731
-    return [Patch(ops_attention, "_flash_ops", flash, "it asks for the device")]
+    tiling = functools.partial(ops_delta_rule.default_tiling, torch.device("cpu"))
+    reason = "it asks for the device"
+    return [
+        Patch(ops_attention, "_flash_ops", flash, reason),
+        Patch(ops_delta_rule, "default_tiling", lambda device, head_dims: tiling(head_dims), reason),
+    ]
 
 
 class _Rows(Function):

@@ -3,10 +3,12 @@
 Bytes of one rank. `rows` are those of a segment's shard, `prefix_rows` those of the prefix that the rank holds.
 """
 
-from longstraw_megatron.functional.delta_rule import _BLOCK_ELEMENTS
+import torch
+
 from longstraw_megatron.functional.sparse_attention import MAX_ELEMENTS
 from longstraw_megatron.layout.transfer import TransferShape, buffer_bytes, choose_transfer
 from longstraw_megatron.layout.travel import TravelShape, choose_travel, travel_buffers
+from longstraw_megatron.ops.delta_rule import default_tiling
 from longstraw_megatron.plan.activations import FLOAT32, Shape
 from longstraw_megatron.segments.index_selection import KEY_BLOCK, MAX_SCORES
 
@@ -51,8 +53,8 @@ def delta_backward(shape: Shape, rows: int) -> int:
     keys, values = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
     if shape.fused:
         return rows * heads * FLA_ROW * max(keys, values) * shape.itemsize
-    whole = rows * heads * (32 + keys + values)
-    block = min(whole, _BLOCK_ELEMENTS["cpu"])
+    tiling = default_tiling(torch.device("cpu"), keys + values)
+    block = min(rows * heads * (tiling.chunk_size + keys + values), tiling.block_elements)
     return DELTA_ARRAYS * block * shape.float_itemsize + rows * heads * (2 * keys + values) * shape.itemsize
 
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longstraw_megatron.comm.collectives import all_gather_rows
-from longstraw_megatron.functional.delta_rule import delta_rule_affine
 from longstraw_megatron.layout import Run, SegmentLayout
 from longstraw_megatron.ops.conv import causal_conv
-from longstraw_megatron.ops.delta_rule import gated_delta_rule
+from longstraw_megatron.ops.delta_rule import delta_rule_affine, gated_delta_rule
 from longstraw_megatron.segments.delta_heads import DeltaShape, at_least_float32, heads_of, pack, unpack
 from longstraw_megatron.segments.delta_state import boundary_state, keep_state
 from longstraw_megatron.segments.segment import Segment

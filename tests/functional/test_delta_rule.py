@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from longstraw_megatron.functional import delta_rule
 from longstraw_megatron.functional.delta_rule import (
+    Tiling,
     chunk_gated_delta_rule,
     delta_rule_affine,
     delta_rule_transition,
@@ -50,12 +51,12 @@ def assert_close(got, want, tolerance):
     assert max(errors.values()) <= tolerance, errors
 
 
-@pytest.mark.parametrize("chunk_size", [None, 16, 64])
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 63, 64, 65, 130])
 def test_float64_equals_recurrent(num_tokens, chunk_size):
     inputs = make_inputs(num_tokens)
     assert_close(
-        run(chunk_gated_delta_rule, inputs, chunk_size=chunk_size), run(recurrent_gated_delta_rule, inputs), 1e-10
+        run(chunk_gated_delta_rule, inputs, tiling=Tiling(chunk_size)), run(recurrent_gated_delta_rule, inputs), 1e-10
     )
 
 
@@ -74,12 +75,12 @@ def test_one_output_unused(uses):
     assert_close(got, want, 1e-10)
 
 
-def test_many_blocks(monkeypatch):
+def test_many_blocks():
     """Two chunks a block, the last block short: the states between blocks carry both directions."""
     inputs = make_inputs(150)
-    monkeypatch.setitem(delta_rule._BLOCK_ELEMENTS, "cpu", 2 * 2 * 3 * 16 * (16 + 8 + 12))
-    assert len(delta_rule._blocks(inputs[1], inputs[2], 16)) == 6
-    assert_close(run(chunk_gated_delta_rule, inputs, chunk_size=16), run(recurrent_gated_delta_rule, inputs), 1e-10)
+    tiling = Tiling(16, 2 * 2 * 3 * 16 * (16 + 8 + 12))
+    assert len(delta_rule._blocks(inputs[1], inputs[2], tiling)) == 6
+    assert_close(run(chunk_gated_delta_rule, inputs, tiling=tiling), run(recurrent_gated_delta_rule, inputs), 1e-10)
 
 
 def test_equals_megatron():
@@ -193,7 +194,7 @@ def test_affine_map(num_tokens):
     inputs = make_inputs(num_tokens)
 
     def by_map(q, k, v, g, beta, *, initial_state):
-        transition, offset = delta_rule_affine(k, v, g, beta, chunk_size=16)
+        transition, offset = delta_rule_affine(k, v, g, beta, tiling=Tiling(16))
         return q.new_zeros(()), transition @ initial_state + offset
 
     got, want = run(by_map, inputs, uses=("state",)), run(recurrent_gated_delta_rule, inputs, uses=("state",))
@@ -226,8 +227,8 @@ def test_backward_keeps_only_inputs_and_block_states():
     inputs = make_inputs(512, batch=1, dtype=torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        chunk_gated_delta_rule(*inputs[:5], initial_state=inputs[5])
+        chunk_gated_delta_rule(*inputs[:5], initial_state=inputs[5], tiling=Tiling(32))
     pointers = {x.data_ptr() for x in inputs}
     own = [x for x in saved if x.data_ptr() not in pointers]
     assert len(own) == 1 and own[0].shape[1:] == (3, 8, 12)
-    assert own[0].shape[0] == len(delta_rule._blocks(inputs[1], inputs[2], 32)) <= 2
+    assert own[0].shape[0] == len(delta_rule._blocks(inputs[1], inputs[2], Tiling(32))) <= 2

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.cpu import cpu_patches, cpu_runtime, enable_cpu_runtime, fake_rng
+from longstraw_megatron.mcore.cpu_modules import DuplicatedLinear, causal_conv1d
 from longstraw_megatron.mcore.patching import Patch, applied
 from longstraw_megatron.testing import assert_gradients_close, run_ranks
 from longstraw_megatron.testing.megatron import init_megatron, single_rank
@@ -155,3 +156,11 @@ def _fake(rank, world_size):
 def test_builds_and_runs_under_fake_tensors(references):
     weights = references["qwen"][0]
     assert run_ranks(1, _fake) == [((1, 8, stock_models.VOCAB), 4 * sum(weight.numel() for weight in weights.values()))]
+
+
+def test_what_the_stand_ins_do_not_compute_is_refused():
+    with pytest.raises(RefusedError, match="TELinear on a CPU got parallel_mode='column', bias=False"):
+        DuplicatedLinear(4, 4, config=None, init_method=None, bias=False, parallel_mode="column")
+    x, weight = torch.ones(1, 3, 2), torch.ones(2, 4)
+    with pytest.raises(RefusedError, match="causal_conv1d on a CPU got a state or packed sequences"):
+        causal_conv1d(x, weight, output_final_state=True)

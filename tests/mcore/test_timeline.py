@@ -16,7 +16,7 @@ from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.schedule import Costs, Description, GroupShape, check_plan
 from longstraw_megatron.testing import run_ranks
 
-UNIT_S = 0.06
+UNIT_S = 0.2  # what a rank takes between two actions, some milliseconds, is in no prediction
 
 
 class PacedMonitor(Monitor):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from longstraw_megatron.functional.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from longstraw_megatron.ops.delta_rule import default_kernel, gated_delta_rule
+from longstraw_megatron.ops.delta_rule import default_kernel, default_tiling, gated_delta_rule
 
 
 def make_inputs(num_tokens, dtype=torch.float32):
@@ -51,7 +51,14 @@ def test_same_result_by_either_kernel(num_tokens, kernel, fla_calls):
 def test_torch_kernel_is_the_chunked_rule():
     inputs, state = make_inputs(70)
     got = gated_delta_rule(*inputs, initial_state=state, kernel="torch")
-    assert all(map(torch.equal, got, chunk_gated_delta_rule(*inputs, initial_state=state)))
+    tiling = default_tiling(torch.device("cpu"), inputs[1].shape[-1] + inputs[2].shape[-1])
+    assert all(map(torch.equal, got, chunk_gated_delta_rule(*inputs, initial_state=state, tiling=tiling)))
+
+
+def test_tiling_by_device_and_head_dims():
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert [default_tiling(cpu, dims).chunk_size for dims in (128, 129)] == [32, 64]
+    assert default_tiling(cpu, 8).block_elements < default_tiling(other, 8).block_elements
 
 
 def test_fla_refuses_float64(fla_calls):

@@ -29,6 +29,15 @@ def _dry(rank, world_size, overrides):
     return run_dry(config, Workload.of(config), rank=0, world_size=1)
 
 
+def _held_bytes(chunks) -> int:
+    """Parameters, buffers, and the constants that modules and their token dispatchers hold: each storage once."""
+    held = [t for chunk in chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for owner in (module, getattr(module, "token_dispatcher", None)):
+            held += [t for t in vars(owner).values() if isinstance(t, torch.Tensor)] if owner is not None else []
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+
+
 def _real(rank, world_size, overrides):
     """Bytes that a real step takes: of what lives long by item, and the peak of each action over nothing at all."""
     config = _config(*overrides)
@@ -38,6 +47,7 @@ def _real(rank, world_size, overrides):
         chunks = build_model(config.model.hf_config, BuildOptions(config.precision, config.recompute), context)
         fill_weights(chunks, config, context, None)
         chunks = wrap_ddp(chunks, context, use_distributed_optimizer=False)
+        weights = _held_bytes(chunks)  # before a pass: a dispatcher keeps its last tokens' routing
         optimizer = build_optimizer(
             config.optimizer, chunks, context, precision=config.precision, use_distributed_optimizer=False
         )
@@ -54,7 +64,7 @@ def _real(rank, world_size, overrides):
         learner.compute_gradients([Workload.of(config).group()])
     moments = [t for s in optimizer.optimizer.state.values() for t in s.values() if t.dim()]
     static = {
-        Item.WEIGHTS: sum(t.nbytes for chunk in chunks for t in (*chunk.parameters(), *chunk.module.buffers())),
+        Item.WEIGHTS: weights,
         Item.GRADIENTS: sum(p.main_grad.nbytes for chunk in chunks for p in chunk.parameters() if p.requires_grad),
         Item.OPTIMIZER: sum(t.nbytes for t in moments),
     }
@@ -73,14 +83,12 @@ def test_items_are_those_of_a_real_step(model):
         Item.STATE_GRADIENTS: replayed["rows_grad"],
         Item.BOUNDARIES: replayed["boundaries"],
     }
-    few = {Item.WEIGHTS: 1024, Item.OPTIMIZER: 64}
+    few = {Item.OPTIMIZER: 64}  # a few numbers of the optimizer's own
     for name, action in (("replay", "BACKWARD"), ("walk", "PROMPT_BACKWARD")):
         got = phases[name].items
-        # besides: the layers' rotary frequencies, and a few numbers of the optimizer's own
         assert {item: pytest.approx(got.get(item, 0), abs=few.get(item, 0)) for item in want} == want
         assert sum(got.values()) == phases[name].peak
-        # what the planner is held to (measured: the replay 1 %, the walk 6 % above the real step)
-        assert phases[name].peak == pytest.approx(peaks[action], rel=0.10), name
+        assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
 
 
 def test_a_response_in_blocks():
@@ -94,7 +102,7 @@ def test_a_response_in_blocks():
     assert got.get(Item.BOUNDARIES, 0) == replayed["boundaries"]
     actions = {"block prefill": "BLOCK_PREFILL", "replay": "BACKWARD", "block walk": "BLOCK_BACKWARD"}
     for name, action in (actions | {"walk": "PROMPT_BACKWARD"}).items():
-        assert phases[name].peak == pytest.approx(peaks[action], rel=0.10), name
+        assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
 
 
 def _peak(rank, world_size, group_size):

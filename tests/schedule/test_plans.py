@@ -200,30 +200,16 @@ def test_virtual_stages_shrink_the_bubble(pp_size, vpp_size, shape):
     assert _makespan(virtual) / vpp_size < _makespan(plain)  # a virtual stage costs 1 / vpp_size
 
 
-@pytest.mark.parametrize(
-    ("shape", "over"),
-    [
-        ((1, 8), 1.36),
-        ((2, 16), 1.19),
-        ((4, 8), 1.19),
-        ((4, 16), 1.14),
-        ((6, 16), 1.07),
-        ((12, 16), 1.1),
-        ((16, 3), 1.16),
-    ],
-)
-def test_virtual_stages_where_segments_do_not_fill_the_turns(shape, over):
-    """Turns are of `pp_size` units: with fewer segments, or a last turn that is not full, ranks wait between turns.
-
-    `over` is what the planner reaches at 8 ranks, 3 % to 36 % over a bound that leaves those waits out; nobody has
-    shown that less is possible or not. What is required: virtual stages are never worse than none.
+@pytest.mark.parametrize("pp_size", [4, 8])
+@pytest.mark.parametrize("vpp_size", [2, 3])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 16), (4, 8), (4, 16), (6, 16), (12, 16), (16, 3)])
+def test_virtual_stages_are_never_worse_than_none(pp_size, vpp_size, shape):
+    """Segments do not fill turns of `pp_size` here, and ranks wait between turns: at 8 ranks plans end 3 % to 36 %
+    behind `_bound`, which leaves those waits out. Nobody has shown whether less is possible.
     """
-    for pp_size in (4, 8):
-        plain = Description(groups=(GroupShape(*shape),), pp_size=pp_size)
-        for vpp_size in (2, 3):
-            virtual = Description(groups=plain.groups, pp_size=pp_size, vpp_size=vpp_size)
-            assert _makespan(virtual) <= over * _bound(virtual)
-            assert _makespan(virtual) / vpp_size < _makespan(plain)
+    plain = Description(groups=(GroupShape(*shape),), pp_size=pp_size)
+    virtual = Description(groups=plain.groups, pp_size=pp_size, vpp_size=vpp_size)
+    assert _makespan(virtual) / vpp_size < _makespan(plain)
 
 
 @pytest.mark.parametrize("max_live_prefixes", [1, 2])
