@@ -18,6 +18,9 @@ DEMO_PROMPT_tiny_glm_dsa := 2048
 DEMO_LR_tiny_qwen_hybrid := 1e-3
 DEMO_LR_tiny_glm_dsa := 3e-4
 
+# Every process imports thousands of modules: where bytecode may not be written, each spends 15 seconds on compiling them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-wide test-32 check
 
 help:

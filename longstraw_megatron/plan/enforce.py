@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from longstraw_megatron.config import Config, HardwareConfig, ParallelConfig
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.architectures import architecture_of, glm_dsa
+from longstraw_megatron.mcore.trainer import steps_of
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import StageMemory, plan_memory
@@ -29,7 +30,7 @@ def device_hardware(config: Config) -> HardwareConfig:
 
 
 def worst_stage(config: Config, workloads: Sequence[Workload], num_gpus: int) -> StageMemory:
-    """The stage that takes most, over the workloads of a step."""
+    """The stage that takes most, over the workloads of a pass over the rollouts."""
     dp = Layout(config, workloads[0], num_gpus).dp
     num_groups = min(-(-len(workloads) // dp), config.schedule.max_live_prefixes)
     # the longest prompt leaves the most state, the longest responses the largest graph
@@ -37,7 +38,8 @@ def worst_stage(config: Config, workloads: Sequence[Workload], num_gpus: int) ->
         max(workloads, key=lambda workload: workload.prompt_length),
         max(workloads, key=lambda workload: max(workload.response_lengths, default=0)),
     }
-    plans = [plan_memory(Layout(config, workload, num_gpus), num_groups=num_groups) for workload in chosen]
+    steps = [len(step) for step in steps_of(len(workloads), config.groups_per_step)]
+    plans = [plan_memory(Layout(config, workload, num_gpus), num_groups=num_groups, steps=steps) for workload in chosen]
     return max((plan.worst for plan in plans), key=lambda stage: stage.total)
 
 
@@ -78,6 +80,9 @@ def easier_keys(config: Config, item: Item) -> Iterator[tuple[str, Config]]:
     if config.schedule.max_live_prefixes > 1:
         changed = change(config, schedule=change(config.schedule, max_live_prefixes=1))
         options.append(("schedule.max_live_prefixes=1", changed, (Item.STATE, Item.STATE_GRADIENTS, Item.BOUNDARIES)))
+    if config.state.reuse_steps:
+        changed = change(config, state=change(config.state, reuse_steps=0))
+        options.append(("state.reuse_steps=0", changed, (Item.STATE, Item.BOUNDARIES)))
     if config.gradient == "exact":
         helped = (Item.STATE_GRADIENTS, Item.BOUNDARIES, Item.STAGE_INPUTS)
         options.append(("gradient=detached", change(config, gradient="detached"), helped))

@@ -6,10 +6,11 @@ items are those of the moment that takes most: prefill, replay or walk of the pr
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from longstraw_megatron.config import Config
 from longstraw_megatron.plan import temporaries
 from longstraw_megatron.plan.activations import FLOAT32, layer_graph
 from longstraw_megatron.plan.items import Item
@@ -20,6 +21,7 @@ from longstraw_megatron.schedule import Description, Plan, PlanReport, check_pla
 from longstraw_megatron.segments.logprobs import WEIGHT_ROWS
 
 MOMENTS = 2  # of AdamW, float32 at least
+VALUES = (Item.STATE, Item.BOUNDARIES)  # of a prefix state, without its gradients
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _head(layout: Layout, rows: int) -> int:
 class _StagePlanner:
     """The moments of one pipeline rank."""
 
-    def __init__(self, layout: Layout, report: PlanReport, pp_rank: int):
+    def __init__(self, layout: Layout, report: PlanReport, pp_rank: int, kept_prefixes: int):
         self.layout, self.report, self.pp_rank = layout, report, pp_rank
         self.stages = layout.stages(pp_rank)
         self.parameters = count_parameters(
@@ -159,9 +161,12 @@ class _StagePlanner:
             kept = kept_state(layout, stage)
             self.state.update(kept.device)
             self.host.update(kept.host)
+        live = report.peak_live_prefixes[pp_rank]
+        where_values_are = self.host if layout.config.state.location == "host" else self.state
         for table in (self.state, self.host):
             for item in table:
-                table[item] *= report.peak_live_prefixes[pp_rank]
+                keeps = table is where_values_are and item in VALUES
+                table[item] *= max(live, kept_prefixes) if keeps else live
         if layout.config.state.stage_inputs == "host":
             self.host[Item.STAGE_INPUTS] = self._kept_inputs()
         self.fixed = self._fixed()
@@ -221,8 +226,7 @@ class _StagePlanner:
 
     def phases(self) -> dict[str, dict[Item, int]]:
         layout = self.layout
-        values = (Item.STATE, Item.BOUNDARIES)
-        every = (*values, Item.STATE_GRADIENTS, Item.BOUNDARY_GRADIENTS)
+        every = (*VALUES, Item.STATE_GRADIENTS, Item.BOUNDARY_GRADIENTS)
         rows, prefix_rows = layout.segment_rows, layout.prefix_rows
         earlier_rows = max(prefix_rows - rows, 0)  # of the last segment's prefix
         has_output = any(stage.output for stage in self.stages)
@@ -235,7 +239,7 @@ class _StagePlanner:
         found = {}
         if rows:
             found["prefill"] = self._moment(
-                values, *worst(_forward_moment, rows, earlier_rows), 0, self._stage_inputs(rows, held)
+                VALUES, *worst(_forward_moment, rows, earlier_rows), 0, self._stage_inputs(rows, held)
             )
         branch_rows = layout.microbatch_rows
         graph, buffers = worst(_backward_moment, branch_rows, prefix_rows)
@@ -250,7 +254,7 @@ class _StagePlanner:
         if layout.exact and rows:
             graph, buffers = worst(_backward_moment, rows, earlier_rows)
             found["walk"] = self._moment(every, graph, buffers, 0, self._stage_inputs(rows, held))
-        found["update"] = self._update(values if layout.config.state.reuse_steps else ())
+        found["update"] = self._update(VALUES if layout.config.state.reuse_steps else ())
         return found
 
     def _update(self, kept: tuple[Item, ...]) -> dict[Item, int]:
@@ -273,8 +277,28 @@ def _report_of(description: Description) -> PlanReport:
     return check_plan(schedule_of(description), description)
 
 
-def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
+def kept_prefixes(config: Config, dp_size: int, steps: Sequence[int] | None = None) -> int:
+    """Prefix states that a rank keeps over optimizer steps (`state.reuse_steps`), at the most.
+
+    `steps` has the groups of each step of one pass over the rollouts; None: of `groups_per_step`, or one, at every step
+    others.
+    """
+    if not config.state.reuse_steps:
+        return 0
+    kept = config.state.reuse_steps + 1
+    if steps is None:
+        steps = [1 if config.groups_per_step == "all" else config.groups_per_step] * kept
+    per_rank = sorted((-(-num_groups // dp_size) for num_groups in steps), reverse=True)
+    # besides: the fresh capture that drift is measured with
+    return sum(per_rank[:kept]) + (config.state.reuse_check_every is not None)
+
+
+def plan_memory(layout: Layout, *, num_groups: int = 1, steps: Sequence[int] | None = None) -> MemoryPlan:
     """Bytes by item of every pipeline rank.
+
+    Args:
+        num_groups: groups of a step that share a rank's schedule.
+        steps: as `kept_prefixes` takes them.
 
     Raises:
         RefusedError: a layout that does not cut the model or the GPUs.
@@ -285,7 +309,7 @@ def plan_memory(layout: Layout, *, num_groups: int = 1) -> MemoryPlan:
     per_stage = layout.num_gpus // p.pp
     stages = []
     for pp_rank in range(p.pp):
-        planner = _StagePlanner(layout, report, pp_rank)
+        planner = _StagePlanner(layout, report, pp_rank, kept_prefixes(layout.config, layout.dp, steps))
         stages.append(
             StageMemory(
                 pp_rank, pp_rank * per_stage, per_stage, planner.parameters, planner.phases(), dict(planner.host)

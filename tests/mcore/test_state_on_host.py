@@ -17,6 +17,7 @@ SHORT = [(60, [9, 1, 12]), (1, [5])]
 LAYOUTS = {
     "one process": Layout(segment_length=16, page_length=12),
     "cp2": Layout(cp=2, segment_length=16, page_length=12),
+    "tp2 sp cp2": Layout(tp=2, sp=True, cp=2, segment_length=16, page_length=12),
     "pp2": Layout(pp=2, segment_length=16, page_length=12),
     "blocks": Layout(segment_length=16, page_length=12, response_block=5, recompute="full"),
 }

@@ -11,6 +11,7 @@ from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import resolve_auto
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.plan.enforce import worst_stage
+from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.workload import Workload
 
 WORDS = ["model=tiny_qwen_hybrid", "segment_length=1024"]
@@ -67,3 +68,18 @@ def test_training_leaves_with_2_before_a_weight_is_made(tmp_path, capsys):
     assert train.main(["model=glm_5_2", f"rollouts.path={rollouts}", f"run_dir={tmp_path}", "device=cpu"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "most of it for optimizer" in message
+
+
+def test_prefixes_that_are_used_again_are_counted():
+    """Ten steps of two groups on two ranks: three steps' states, and that of the sample that drift is measured on."""
+    words = ("gradient=detached", "groups_per_step=2", "recompute=full")
+    groups = Workload.of_groups(GROUPS * 20)
+
+    def state(*more: str) -> int:
+        return worst_stage(_config(*words, *more), groups, 2).phases["replay"][Item.STATE]
+
+    assert state("state.reuse_steps=2") == 4 * state()
+    assert state("state.reuse_steps=2", "state.reuse_check_every=null") == 3 * state()
+    config = _config(*words, "state.reuse_steps=2")
+    with pytest.raises(RefusedError, match="state.reuse_steps=0 would fit"):
+        train.check_memory(config, GROUPS * 20, 2, worst_stage(config, groups, 2).total - 1)
