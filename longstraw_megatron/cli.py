@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
     "plan": ("longstraw_megatron.planner", "memory by item and seconds by phase of a layout, or of all of them"),
 }
-REFUSED = 2
+REFUSED, INTERRUPTED = 2, 130
 
 
 def usage() -> str:
@@ -28,7 +28,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the command; 2, with one sentence on stderr, where what was asked can't be done."""
+    """Exit code of the command; 2, with one sentence on stderr, where what was asked can't be done; 130 at Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("help", "-h", "--help"):
         print(usage())
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         print(f"longstraw: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        print("longstraw: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

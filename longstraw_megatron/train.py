@@ -16,13 +16,14 @@ from longstraw_megatron.batch import PromptGroup
 from longstraw_megatron.comm.failure import PeerError
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
+from longstraw_megatron.config_effect import keys_without_effect
 from longstraw_megatron.errors import NonFiniteError, RefusedError
 from longstraw_megatron.logging import MetricsWriter, Progress, format_bytes, format_table
 from longstraw_megatron.rollouts import length_warnings, read_rollouts
 
 logger = logging.getLogger("longstraw_megatron")
 
-REFUSED, FAILED = 2, 1
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def read_groups(config: Config) -> list[PromptGroup]:
@@ -188,9 +189,10 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // 2))
     context = init_parallel(config.parallel, device=device, seed=config.seed, timeout_s=config.dist.timeout_s)
-    progress = Progress(enabled=None if context.is_first else False)
+    progress = Progress(enabled=context.is_first)
     resume_from = find_resume(config, groups)
     warnings = length_warnings(groups, config.model.hf_config.get("max_position_embeddings"))
+    warnings += keys_without_effect(config)
     warnings += past_exports(config, 0 if resume_from is None else resume_from.step)
     for warning in warnings if context.is_first else ():
         logger.warning(warning)
@@ -245,7 +247,7 @@ def _device_memory(config: Config, world_size: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 refused, 1 failed."""
+    """Exit code: 0 done, 2 refused, 1 failed, 130 interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("longstraw_megatron").setLevel(logging.INFO)
     try:
@@ -262,6 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NonFiniteError, PeerError) as error:
         print(f"longstraw_megatron: {error}", file=sys.stderr, flush=True)
         return FAILED
+    except KeyboardInterrupt:
+        print("longstraw_megatron: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

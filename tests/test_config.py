@@ -13,6 +13,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3_5ForCausal
 
 from longstraw_megatron.compose import config_dir, load_config
 from longstraw_megatron.config import Config, build_config, check_world_size, get_key, resolve_auto
+from longstraw_megatron.config_effect import keys_without_effect
 from longstraw_megatron.config_tree import leaf_keys
 from longstraw_megatron.errors import RefusedError
 
@@ -276,3 +277,22 @@ def test_an_installed_wheel_composes_too(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
     )
     assert result.stdout.split() == [str(site / "longstraw_megatron" / "hydra_configs"), "glm_5_2"], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["optimizer.grad_reduce_in_fp32=false"], "optimizer.grad_reduce_in_fp32=false"),
+        (["state.stage_inputs=host"], "state.stage_inputs=host"),
+        (["gradient=detached", "state.grad_dtype=bf16"], "state.grad_dtype=bf16"),
+        (["reference.hf_path=/nowhere"], "reference.hf_path=/nowhere"),
+    ],
+)
+def test_a_key_without_effect_is_said(words, key):
+    def said(*more: str) -> list[str]:
+        return keys_without_effect(resolve_auto(load_config([*words, *more]), cuda_available=False))
+
+    (sentence,) = said()
+    assert sentence.startswith(f"{key} has no effect: ")
+    has_effect = ["precision=bf16", "parallel.pp=2", "response_block=8", "objective.kl_coef=0.1"]
+    assert said(*has_effect) == []

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longstraw_megatron import doctor
+from longstraw_megatron import doctor, train
 from longstraw_megatron.cli import main
 from longstraw_megatron.rollouts import read_rollouts
 
@@ -30,6 +30,17 @@ def test_unknown_commands_are_refused(capsys):
     assert main(["bnch"]) == 2
     assert "bench" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_an_interrupt_is_one_line(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupted)
+    assert main(["doctor"]) == 130
+    monkeypatch.setattr(train, "load_config", interrupted)
+    assert train.main([]) == 130
+    assert capsys.readouterr().err == "longstraw: interrupted\nlongstraw_megatron: interrupted\n"
 
 
 def test_the_demos_rollouts_are_the_manual(tmp_path):

@@ -71,7 +71,7 @@ def run_main(args: list[str], world_size: int = 1):
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(world_size, rank_main, args, str(Path(folder, "store")), init=False, timeout=120)
+        return run_ranks(world_size, rank_main, args, str(Path(folder, "store")), init=False)
 
 
 def metrics_of(run_dir: Path) -> list[dict]:

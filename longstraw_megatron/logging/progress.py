@@ -13,14 +13,14 @@ LABELS = {Op.PREFILL: "prompt segments", Op.FORWARD: "branches", Op.PROMPT_BACKW
 class Progress:
     """Bars on standard error, for rank 0 only. An engine calls it with every action that it has done.
 
-    `enabled=None` shows bars where `file` is a terminal; `True` always, `False` never. Backwards of branches count as
-    done with their forward's bar: one bar a phase, and only for phases that a step has.
+    Where `file` is not a terminal, a line every ten seconds. Backwards of branches count as done with their forward's
+    bar: one bar a phase, and only for phases that a step has.
     """
 
-    def __init__(self, *, enabled: bool | None = None, file: TextIO | None = None):
+    def __init__(self, *, enabled: bool = True, file: TextIO | None = None):
         self._file = file or sys.stderr
         self._is_terminal = self._file.isatty()
-        self.enabled = self._is_terminal if enabled is None else enabled
+        self.enabled = enabled
         self._label = ""
         self._totals: dict[Op, int] = {}
         self._bars: dict[Op, tqdm] = {}
@@ -39,7 +39,6 @@ class Progress:
                 total=self._totals.get(action.op),
                 desc=f"{self._label} {LABELS[action.op]}".strip(),
                 file=self._file,
-                # A log file gets a line now and then, a terminal a bar that moves.
                 mininterval=0.1 if self._is_terminal else 10.0,
                 leave=True,
                 position=list(LABELS).index(action.op) if self._is_terminal else None,

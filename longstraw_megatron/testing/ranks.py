@@ -191,7 +191,7 @@ def _results(job: _Job, processes: list[BaseProcess], reports: list[_Report]) ->
     return [results[rank] for rank in range(job.world_size)]
 
 
-def run_ranks(world_size: int, fn: Callable, *args, timeout: float = 60, init: bool = True) -> list:
+def run_ranks(world_size: int, fn: Callable, *args, timeout: float = 300, init: bool = True) -> list:
     """`fn(rank, world_size, *args)` on every rank; the picklable results in rank order.
 
     Arguments are inherited, not pickled: closures and modules are fine. With `init` a gloo process group is there.

@@ -74,7 +74,7 @@ def test_a_kill_in_a_save_costs_no_checkpoint(saved, tmp_path, death):
     shutil.copytree(saved[0], folder)
     call, steps = DEATHS[death]
     with pytest.raises(RankError, match="exit code -9"):
-        run_ranks(2, _save_and_die, folder, 3, call, timeout=30)
+        run_ranks(2, _save_and_die, folder, 3, call)
     assert find_checkpoint(folder).step in steps
     results = run_ranks(2, _resume_and_save, folder, 4)  # and the next save clears up
     assert {step for step, _ in results} <= steps

@@ -40,8 +40,8 @@ def test_a_quarter_of_the_prefix_on_each_of_four_ranks(name, detached):
     model = make_model(config())
     hf = model.config.to_dict() | {"architectures": [architecture]}
     how = (hf, dict(model.state_dict()), make_groups((1025, [4])), detached)
-    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how, timeout=120)
-    for part in run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), *how, timeout=120):
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how)
+    for part in run_ranks(4, _state_bytes, Layout(cp=4, segment_length=256), *how):
         for item in ("rows",) if detached else ("rows", "rows_grad"):
             assert part[item] == pytest.approx(whole[item] / 4, rel=0.05), item
         # the delta rule's state is sharded too, by heads or in equal parts; only its convolution tail is whole
@@ -56,9 +56,9 @@ def test_tensor_parallel_ranks_share_latents_and_index_keys_out(cp):
     model = make_model(glm_config(num_hidden_layers=4))
     hf = model.config.to_dict() | {"architectures": ["GlmMoeDsaForCausalLM"]}
     how = (hf, dict(model.state_dict()), make_groups((513, [4])), False)
-    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how, timeout=120)
+    (whole,) = run_ranks(1, _state_bytes, Layout(segment_length=256), *how)
     layout = Layout(tp=2, cp=cp, segment_length=256)
-    for part in run_ranks(2 * cp, _state_bytes, layout, *how, timeout=120):
+    for part in run_ranks(2 * cp, _state_bytes, layout, *how):
         for item in ("rows", "rows_grad"):
             assert part[item] == pytest.approx(whole[item] / 2 / cp, rel=0.05), item
 
@@ -129,6 +129,6 @@ def test_bytes_that_attention_sends_in_a_step_equal_the_formula():
     prefill = sum(moved(*segment, backward=False) for segment in segments)
     graphs = sum(moved(*one, backward=backward) for one in (*segments, branch) for backward in (False, True))
     purposes = ("queries", "partials", "query_grads", "keys", "key_grads")
-    sent = run_ranks(2, _sent, Layout(cp=2, segment_length=32), hf, weights, make_groups((65, [16])), timeout=200)
+    sent = run_ranks(2, _sent, Layout(cp=2, segment_length=32), hf, weights, make_groups((65, [16])))
     for by_purpose in sent:
         assert sum(by_purpose.get(purpose, 0) for purpose in purposes) == prefill + graphs

@@ -51,9 +51,9 @@ def _same(a, b):
 @pytest.mark.parametrize("fraction", ["1.0", "0.5"])
 def test_updates_are_those_of_the_device(fraction):
     words = ["optimizer.optimizer_cpu_offload=true", f"optimizer.optimizer_offload_fraction={fraction}"]
-    ((weights, norms, copies, shares),) = run_ranks(1, _three_steps, [], True, timeout=60)
+    ((weights, norms, copies, shares),) = run_ranks(1, _three_steps, [], True)
     assert copies and not shares
-    ((host_weights, host_norms, host_copies, host_shares),) = run_ranks(1, _three_steps, words, True, timeout=60)
+    ((host_weights, host_norms, host_copies, host_shares),) = run_ranks(1, _three_steps, words, True)
     assert host_norms == pytest.approx(norms, rel=1e-6)
     assert _same(host_weights, weights)
     assert not host_copies, "float32 weights of its own on the device"
@@ -63,8 +63,8 @@ def test_updates_are_those_of_the_device(fraction):
 
 def test_over_data_parallel_ranks_with_bf16_gradients():
     words = ["optimizer.optimizer_cpu_offload=true"]
-    device = run_ranks(2, _three_steps, [], False, timeout=60)
-    host = run_ranks(2, _three_steps, words, False, timeout=60)
+    device = run_ranks(2, _three_steps, [], False)
+    host = run_ranks(2, _three_steps, words, False)
     for mine, theirs in zip(host, device, strict=True):
         assert _same(mine[0], theirs[0])
     assert all((x == y).all() for x, y in zip(host[0][0], host[1][0], strict=True))

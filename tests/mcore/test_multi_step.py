@@ -158,6 +158,6 @@ def test_every_step_equals_hugging_face_under_adamw(cases, name):
     world_size, words = CASES[name]
     case = cases(name.split()[0])
     assert len({round(step.loss, 3) for step in case.truth}) == STEPS, "steps differ"
-    ranks = run_ranks(world_size, _run_rank, case, words, timeout=300)
+    ranks = run_ranks(world_size, _run_rank, case, words)
     for got, want in zip(zip(*ranks, strict=True), case.truth, strict=True):
         assert_equals_oracle(list(got), want)

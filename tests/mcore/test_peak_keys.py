@@ -35,9 +35,9 @@ def test_bf16_main_gradients_take_half_the_memory():
     """A sum of 5 terms (3 walk segments, 2 branches), each addition rounded to 2^-9 of the sum at most."""
     model = make_model(qwen_config(num_hidden_layers=4))
     args = hf_of(model), dict(model.state_dict()), make_groups((90, [12, 5]))
-    ((dtypes, whole, truth),) = run_ranks(1, _main_grads, *args, True, timeout=120)
+    ((dtypes, whole, truth),) = run_ranks(1, _main_grads, *args, True)
     assert dtypes == {torch.float32}
-    ((dtypes, half, rounded),) = run_ranks(1, _main_grads, *args, False, timeout=120)
+    ((dtypes, half, rounded),) = run_ranks(1, _main_grads, *args, False)
     assert dtypes == {torch.bfloat16} and 2 * half == whole
     assert 0 < np.linalg.norm(rounded - truth) <= 5 * 2**-9 * np.linalg.norm(truth)
 
@@ -68,7 +68,7 @@ def test_no_prefix_state_is_left_when_the_optimizer_steps(config, detached):
     model = make_model(config(num_hidden_layers=4))
     raw = make_groups((30, [5, 3]), (20, [4]))
     layout, weights = Layout(segment_length=16, recompute="full"), dict(model.state_dict())
-    ((made, left),) = run_ranks(1, _states_left, layout, hf_of(model), weights, raw, detached, timeout=120)
+    ((made, left),) = run_ranks(1, _states_left, layout, hf_of(model), weights, raw, detached)
     assert made == 2 and left == 0
 
 
@@ -92,7 +92,7 @@ def test_stage_inputs_on_the_host_change_no_bit():
     model = make_model(qwen_config())
     args = hf_of(model), dict(model.state_dict()), make_groups((70, [12, 5]))
     device, host = (
-        run_ranks(2, _with_inputs_at, Layout(pp=2, segment_length=32, stage_inputs=place), *args, timeout=120)
+        run_ranks(2, _with_inputs_at, Layout(pp=2, segment_length=32, stage_inputs=place), *args)
         for place in ("device", "host")
     )
     assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(device, host, strict=True))
@@ -113,7 +113,7 @@ def _build_peak(rank, world_size, hf, keep_weights):
 
 def test_ddp_is_built_without_a_second_copy_of_the_weights():
     hf = qwen_config(num_hidden_layers=4, intermediate_size=512).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
-    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, False, timeout=60)
+    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, False)
     assert weights + grads <= peak <= 1.05 * (weights + grads)
-    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, True, timeout=60)
+    ((peak, weights, grads),) = run_ranks(1, _build_peak, hf, True)
     assert peak >= 0.95 * (2 * weights + grads), "what Megatron does by itself"

@@ -43,12 +43,12 @@ GLM = {
 
 @pytest.fixture(scope="module")
 def qwen():
-    return make_model(qwen_config())
+    return make_model(qwen_config(num_hidden_layers=4))
 
 
 @pytest.fixture(scope="module")
 def glm():
-    return make_model(glm_config(index_n_heads=4))
+    return make_model(glm_config(index_n_heads=4, num_hidden_layers=7))
 
 
 def _check(model, layout, shapes, *, detached=False, masks=None):
@@ -101,8 +101,8 @@ GLM_LAYOUTS = {
     "tp2 sp": Layout(tp=2, segment_length=16, response_block=5),
     "ep2 in lockstep, packed": Layout(dp=2, ep=2, segment_length=16, response_block=5, branches_per_microbatch=2),
     "ep4, a rank without a group": Layout(dp=4, ep=4, segment_length=32, response_block=5, recompute="full"),
-    "pp2 vpp2": Layout(pp=2, vpp=2, segment_length=16, stages=(2, 4, 4, 1), response_block=5),
-    "pp2 cp2 ep2": Layout(pp=2, cp=2, ep=2, segment_length=16, response_block=5),
+    "pp2 vpp2": Layout(pp=2, vpp=2, segment_length=16, stages=(1, 1, 4, 1), response_block=5),
+    "pp2 cp2 ep2": Layout(pp=2, cp=2, ep=2, segment_length=16, stages=(6, 1), response_block=5),
 }
 
 

@@ -42,7 +42,8 @@ def _run(model, layout, *, change=0.0, num_steps=4):
 
 @pytest.fixture(scope="module", params=["qwen", "glm"])
 def model(request):
-    return make_model(qwen_config(num_hidden_layers=4) if request.param == "qwen" else glm_config(index_n_heads=4))
+    is_qwen = request.param == "qwen"
+    return make_model(qwen_config(num_hidden_layers=4) if is_qwen else glm_config(index_n_heads=4, num_hidden_layers=7))
 
 
 def _same(a, b):
@@ -80,7 +81,7 @@ def test_drift_is_measured_against_a_fresh_capture(model, change):
 
 def test_ranks_in_lockstep_prefill_together():
     """Both data-parallel ranks of an expert group reuse in the same step, and one holds a larger group."""
-    model = make_model(glm_config(index_n_heads=4))
+    model = make_model(glm_config(index_n_heads=4, num_hidden_layers=7))
     layout = Layout(dp=2, ep=2, segment_length=16, reuse_steps=1, reuse_check_every=1)
     for results in _run(model, layout, num_steps=3):
         assert _same(results[0][0], results[1][0]) and _same(results[0][0], results[2][0])

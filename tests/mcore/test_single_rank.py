@@ -18,4 +18,4 @@ def _rank(rank, world_size):
 def test_ranks_forked_after_it_inherit_no_process_group():
     with single_rank() as groups:
         _rotaries(groups, 40)
-    assert run_ranks(1, _rank, timeout=20) == [820]
+    assert run_ranks(1, _rank) == [820]

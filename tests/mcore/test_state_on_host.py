@@ -17,7 +17,7 @@ SHORT = [(60, [9, 1, 12]), (1, [5])]
 LAYOUTS = {
     "one process": Layout(segment_length=16, page_length=12),
     "cp2": Layout(cp=2, segment_length=16, page_length=12),
-    "tp2 sp cp2": Layout(tp=2, sp=True, cp=2, segment_length=16, page_length=12),
+    "tp2 sp": Layout(tp=2, segment_length=16, page_length=12),
     "pp2": Layout(pp=2, segment_length=16, page_length=12),
     "blocks": Layout(segment_length=16, page_length=12, response_block=5, recompute="full"),
 }
@@ -25,7 +25,8 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", params=["qwen", "glm"])
 def model(request):
-    return make_model(qwen_config() if request.param == "qwen" else glm_config(index_n_heads=4))
+    is_qwen = request.param == "qwen"
+    return make_model(qwen_config(num_hidden_layers=4) if is_qwen else glm_config(index_n_heads=4, num_hidden_layers=7))
 
 
 @pytest.mark.parametrize("detached", [False, True], ids=["exact", "detached"])

@@ -66,7 +66,7 @@ def _execute(hf_model, layout, groups, *, unit_s=0.0, score=False):
     """The plan that the ranks ran together, and their timelines."""
     hf = hf_model.config.to_dict() | {"architectures": [type(hf_model).__name__]}
     weights = dict(hf_model.state_dict())
-    results = run_ranks(layout.world_size, _run, layout, hf, weights, groups, unit_s, score, timeout=120)
+    results = run_ranks(layout.world_size, _run, layout, hf, weights, groups, unit_s, score)
     return [actions for actions, _ in results], [timeline for _, timeline in results]
 
 

@@ -61,7 +61,7 @@ def test_no_dense_gradient_of_the_vocabulary(tied, precision):
     model = make_model(qwen_config(num_hidden_layers=4, vocab_size=VOCAB, tie_word_embeddings=tied))
     hf = model.config.to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
     args = layout, hf, dict(model.state_dict()), make_groups((70, [12, 5]), vocab=VOCAB), precision
-    for ops in run_ranks(2, _ops, *args, timeout=120):
+    for ops in run_ranks(2, _ops, *args):
         assert ops == []
 
 
@@ -85,6 +85,6 @@ def _without_ddp(rank, world_size, hf, ids):
 def test_without_main_grad_autograd_carries_it():
     hf = qwen_config(num_hidden_layers=4).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
     ids = torch.tensor([[3, 5, 3, 127, 0]])
-    ((direct, left, carried, frozen, requires),) = run_ranks(1, _without_ddp, hf, ids, timeout=60)
+    ((direct, left, carried, frozen, requires),) = run_ranks(1, _without_ddp, hf, ids)
     assert left is None and frozen is None and not requires
     assert direct.any() and abs(direct - carried).max() <= 1e-6 * abs(carried).max()

@@ -114,7 +114,7 @@ def _on_rank(rank, world_size, folder, out, sizes):
 def test_layout(name, tmp_path):
     kind, world_size, sizes = LAYOUTS[name]
     folder = save(_make(kind), tmp_path / "hf")
-    results = run_ranks(world_size, _on_rank, folder, tmp_path, sizes, timeout=90)
+    results = run_ranks(world_size, _on_rank, folder, tmp_path, sizes)
     for wrong, read, held, largest, biggest in results:
         assert wrong == []
         assert read == held  # every element that the rank holds, once, and none besides

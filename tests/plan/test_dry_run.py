@@ -74,8 +74,8 @@ def _real(rank, world_size, overrides):
 @pytest.mark.parametrize("model", ["tiny_qwen_hybrid", "tiny_glm_dsa"])
 def test_items_are_those_of_a_real_step(model):
     overrides = [f"model={model}", "recompute=full"]
-    (dry,) = run_ranks(1, _dry, overrides, init=False, timeout=300)
-    ((static, states, peaks),) = run_ranks(1, _real, overrides, timeout=300)
+    (dry,) = run_ranks(1, _dry, overrides, init=False)
+    ((static, states, peaks),) = run_ranks(1, _real, overrides)
     phases = {phase.name: phase for phase in dry.phases}
     replayed = states["BACKWARD"]
     want = static | {
@@ -91,10 +91,11 @@ def test_items_are_those_of_a_real_step(model):
         assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
 
 
-def test_a_response_in_blocks():
-    overrides = ["model=tiny_qwen_hybrid", "recompute=full", "response_block=16"]  # two blocks, and the last one
-    (dry,) = run_ranks(1, _dry, overrides, init=False, timeout=300)
-    ((_, states, peaks),) = run_ranks(1, _real, overrides, timeout=300)
+@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", "tiny_glm_dsa"])
+def test_a_response_in_blocks(model):
+    overrides = [f"model={model}", "recompute=full", "response_block=16"]  # two blocks, and the last one
+    (dry,) = run_ranks(1, _dry, overrides, init=False)
+    ((_, states, peaks),) = run_ranks(1, _real, overrides)
     phases, replayed = {phase.name: phase for phase in dry.phases}, states["BACKWARD"]
     got = phases["block walk"].items
     assert got[Item.STATE] == replayed["rows"] + replayed["experts"]
@@ -111,7 +112,7 @@ def _peak(rank, world_size, group_size):
 
 
 def test_the_number_of_responses_takes_no_memory():
-    (few,), (many,) = (run_ranks(1, _peak, size, init=False, timeout=300) for size in (2, 64))
+    (few,), (many,) = (run_ranks(1, _peak, size, init=False) for size in (2, 64))
     assert abs(many / few - 1) < 0.001
 
 
