@@ -52,7 +52,7 @@ test: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m "not ranks32 and not wide" tests
 
 test-wide: $(STAMP)
-	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m wide tests/mcore
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m wide tests
 
 test-32: $(STAMP)
 	$(PYTEST) -m ranks32 tests/mcore/test_32_ranks.py

