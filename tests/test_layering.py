@@ -18,7 +18,7 @@ NOUNS = ("errors", "config_tree", "hf_config", "config", "batch")
 PURE = ("functional", "layout", "schedule")
 ROOMS = (*NOUNS, *PURE, "state", "ops", "comm", "segments", "rollouts")
 HOUSE = (*ROOMS, "mcore")
-EVERYTHING = (*HOUSE, "plan", "integrations", "logging", "compose")
+EVERYTHING = (*HOUSE, "config_effect", "plan", "integrations", "logging", "compose")
 
 # floor -> (what of our own it may import besides itself, which other packages besides torch, numpy and Python's own).
 FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -27,6 +27,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "config_tree": (("errors",), ()),
     "hf_config": (("errors",), ()),
     "config": (("errors", "config_tree", "hf_config", "functional.objective_config"), ()),
+    "config_effect": (("config",), ()),
     "batch": (("errors",), ()),
     "functional": (("errors",), ()),
     "layout": (("errors",), ()),
