@@ -13,10 +13,14 @@ STAGED_PAGES = 2  # of a table: the one that is computed with, and the next
 
 @dataclass
 class KeptState:
-    """Bytes by item: on the device, and in host memory (`state.location=host`)."""
+    """Bytes by item: on the device, and in host memory (`state.location=host`).
+
+    `staged` has what is copied for the moment of a layer by its kind of attention, from the host or to sum in float32.
+    """
 
     device: Counter[Item] = field(default_factory=Counter)
     host: Counter[Item] = field(default_factory=Counter)
+    staged: dict[str, Counter[Item]] = field(default_factory=dict)
 
 
 def _boundary_bytes(layout: Layout) -> int:
@@ -30,16 +34,19 @@ def _boundary_bytes(layout: Layout) -> int:
 
 
 class _Tables:
-    """Adds up a stage's tables; `staged` is what is copied of one layer, from the host or to sum in float32."""
+    """Adds up a stage's tables."""
 
     def __init__(self, layout: Layout):
         self.layout, self.kept = layout, KeptState()
         self.on_host = layout.config.state.location == "host"
-        self.staged: Counter[Item] = Counter()
         names = {"auto": layout.shape.float_itemsize, "fp32": 4, "bf16": 2}
         self.grad_size = names[layout.config.state.grad_dtype]
 
-    def rows(self, elements: int, page_length: int, *, with_grads: bool, owners: int = 1) -> None:
+    def _stage(self, attention: str, staged: Counter[Item]) -> None:
+        """One table of a layer at a time."""
+        self.kept.staged[attention] = self.kept.staged.get(attention, Counter()) | staged
+
+    def rows(self, attention: str, elements: int, page_length: int, *, with_grads: bool, owners: int = 1) -> None:
         """A table with so many elements in a row, of the prompt and of a branch that goes in blocks.
 
         `owners` ranks with the same rows share them out.
@@ -59,7 +66,7 @@ class _Tables:
             staged[Item.STATE_GRADIENTS] = pages * elements * self.grad_size * (grads > 0)
         if grads and self.grad_size < shape.float_itemsize:
             staged[Item.STATE_GRADIENTS] += page * elements * shape.float_itemsize  # sums of a page are made in float32
-        self.staged |= staged
+        self._stage(attention, staged)
 
     def boundaries(self) -> None:
         """Those of one layer: all where it is walked back, with the gradients of two at a time."""
@@ -71,7 +78,7 @@ class _Tables:
             self.kept.host[Item.BOUNDARIES] += number * size
             # a copy lives as long as the graph that began with it
             self.kept.device[Item.BOUNDARIES] += size if layout.config.recompute != "full" else 0
-            self.staged |= Counter({Item.BOUNDARIES: size})
+            self._stage("delta", Counter({Item.BOUNDARIES: size}))
         else:
             self.kept.device[Item.BOUNDARIES] += number * size
         self.kept.device[Item.BOUNDARY_GRADIENTS] += min(walked, 2) * size
@@ -91,15 +98,14 @@ def kept_state(layout: Layout, stage: Stage) -> KeptState:
     for layer in stage.layers:
         attention, mlp = layout.kinds[layer]
         if attention == "softmax":
-            tables.rows(2 * shape.key_value_heads * hf["head_dim"], page_length, with_grads=True)
+            tables.rows(attention, 2 * shape.key_value_heads * hf["head_dim"], page_length, with_grads=True)
         elif attention == "delta":
             tables.boundaries()
         else:
             owners = layout.config.parallel.tp
-            tables.rows(shape.latent, GATHERED_PAGE_LENGTH, with_grads=True, owners=owners)
+            tables.rows(attention, shape.latent, GATHERED_PAGE_LENGTH, with_grads=True, owners=owners)
             if attention == "full":
-                tables.rows(hf["index_head_dim"], page_length, with_grads=False, owners=owners)
+                tables.rows(attention, hf["index_head_dim"], page_length, with_grads=False, owners=owners)
         if mlp == "sparse":
             tables.experts()
-    tables.kept.device.update(tables.staged)
     return tables.kept

@@ -6,9 +6,10 @@ items are those of the moment that takes most: prefill, replay or walk of the pr
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from longstraw_megatron.config import Config
 from longstraw_megatron.plan import temporaries
@@ -69,6 +70,14 @@ class MemoryPlan:
         return max(self.stages, key=lambda stage: stage.total)
 
 
+class Moment(NamedTuple):
+    """What a pass takes when a layer of this kind of attention is computed, over state and what lives always."""
+
+    attention: str
+    graph: int
+    buffers: int
+
+
 def _graph(layout: Layout, layers: range, rows: int) -> int:
     """What a stage's layers keep for the backward of a pass of `rows`, recompute considered, without temporaries."""
     shape = layout.shape
@@ -100,10 +109,9 @@ def _beside(layout: Layout, kind: tuple[str, str], rows: int, prefix_rows: int) 
     return graph, buffers
 
 
-def _forward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int) -> tuple[int, int]:
-    """(graph, buffers) at the worst moment of a forward: index scores, gathered rows, or one layer's intermediates."""
+def _forward_moments(layout: Layout, layers: range, rows: int, prefix_rows: int) -> Iterator[Moment]:
+    """The worst of each kind of layer in a forward: index scores, gathered rows, or one layer's intermediates."""
     shape, exact = layout.shape, layout.exact
-    worst = (0, 0)
     for kind in {layout.kinds[i] for i in layers}:
         moment = sum(part.nbytes(shape, rows) for part in layer_graph(shape, kind)) * 3 // 4
         buffers = 0
@@ -119,21 +127,20 @@ def _forward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int) 
                 scores = temporaries.index_scores(shape, rows, prefix_rows)
                 scores += temporaries.travel_buffer(temporaries.index_travel(shape, rows, prefix_rows))
                 moment = max(moment, attention + scores - buffers)
-        worst = max(worst, (moment, buffers), key=sum)
-    return worst
+        yield Moment(kind[0], moment, buffers)
 
 
-def _backward_moment(layout: Layout, layers: range, rows: int, prefix_rows: int) -> tuple[int, int]:
-    """(graph, buffers) of a pass with a graph at its worst moment: in forward behind most layers, or in backward."""
+def _backward_moments(layout: Layout, layers: range, rows: int, prefix_rows: int) -> Iterator[Moment]:
+    """Those of a pass with a graph: in backward, or in forward behind most layers."""
     whole = _graph(layout, layers, rows)
-    graph, buffers = max((_beside(layout, layout.kinds[i], rows, prefix_rows) for i in set(layers)), key=sum)
-    worst = (whole + graph, buffers)
+    for kind in {layout.kinds[i] for i in layers}:
+        graph, buffers = _beside(layout, kind, rows, prefix_rows)
+        yield Moment(kind[0], whole + graph, buffers)
     last_full = max((i for i in layers if layout.kinds[i][0] == "full"), default=None)
     if last_full is not None:
         before = _graph(layout, range(layers.start, last_full), rows)
-        moment, buffers = _forward_moment(layout, range(last_full, last_full + 1), rows, prefix_rows)
-        worst = max(worst, (before + moment, buffers), key=sum)
-    return worst
+        for moment in _forward_moments(layout, range(last_full, last_full + 1), rows, prefix_rows):
+            yield moment._replace(graph=before + moment.graph)
 
 
 def _head(layout: Layout, rows: int) -> int:
@@ -157,10 +164,12 @@ class _StagePlanner:
             layout.config.model.hf_config, layout.config.parallel, pp_rank, trains=layout.trains
         )
         self.state, self.host = Counter(), Counter()
+        self.staged: dict[str, Counter[Item]] = {}
         for stage in self.stages:
             kept = kept_state(layout, stage)
             self.state.update(kept.device)
             self.host.update(kept.host)
+            self.staged |= kept.staged  # equal for layers of one kind
         live = report.peak_live_prefixes[pp_rank]
         where_values_are = self.host if layout.config.state.location == "host" else self.state
         for table in (self.state, self.host):
@@ -211,8 +220,25 @@ class _StagePlanner:
             number = number * (len(self.stages) - 1) // len(self.stages)
         return self._stage_inputs(self.layout.segment_rows, number)
 
-    def _moment(self, state: tuple[Item, ...], graph: int, buffers: int, logits: int, held: int) -> dict[Item, int]:
-        passing = {item: self.state[item] for item in state}
+    def _worst(self, moments: Callable, rows: int, prefix_rows: int) -> tuple[Moment, Counter[Item]]:
+        """The moment that takes most, and what is staged then."""
+        layout = self.layout
+        found = (moment for s in self.stages for moment in moments(layout, s.layers, rows, prefix_rows))
+        pairs = ((moment, self.staged.get(moment.attention, Counter())) for moment in found)
+        moment, staged = max(pairs, key=lambda pair: pair[0].graph + pair[0].buffers + pair[1].total())
+        return moment._replace(buffers=moment.buffers + self._sequence_buffer(rows)), staged
+
+    def _moment(
+        self,
+        state: tuple[Item, ...],
+        moment: Moment | None = None,
+        staged: Counter[Item] | None = None,
+        *,
+        logits: int = 0,
+        held: int = 0,
+    ) -> dict[Item, int]:
+        _, graph, buffers = moment or (None, 0, 0)
+        passing = {item: self.state[item] + (staged or {}).get(item, 0) for item in state}
         on_device = self.layout.config.state.stage_inputs == "device"
         passing[Item.STAGE_INPUTS] = held + (self._kept_inputs() if on_device else self.state[Item.STAGE_INPUTS])
         passing |= {Item.GRAPH: max(graph, 0), Item.COMMUNICATION: buffers, Item.LOGITS: logits}
@@ -232,28 +258,27 @@ class _StagePlanner:
         has_output = any(stage.output for stage in self.stages)
         held = self.report.peak_held_inputs[self.pp_rank]
 
-        def worst(moment: Callable, rows: int, prefix_rows: int) -> tuple[int, int]:
-            graph, buffers = max((moment(layout, s.layers, rows, prefix_rows) for s in self.stages), key=sum)
-            return graph, buffers + self._sequence_buffer(rows)
-
         found = {}
         if rows:
             found["prefill"] = self._moment(
-                VALUES, *worst(_forward_moment, rows, earlier_rows), 0, self._stage_inputs(rows, held)
+                VALUES, *self._worst(_forward_moments, rows, earlier_rows), held=self._stage_inputs(rows, held)
             )
         branch_rows = layout.microbatch_rows
-        graph, buffers = worst(_backward_moment, branch_rows, prefix_rows)
+        moment, staged = self._worst(_backward_moments, branch_rows, prefix_rows)
         per_graph = max(_graph(layout, s.layers, branch_rows) for s in self.stages)
-        graph += (self.report.peak_live_graphs[self.pp_rank] - 1) * per_graph
+        live = self.report.peak_live_graphs[self.pp_rank]
+        moment = moment._replace(graph=moment.graph + (live - 1) * per_graph)
         logits = _head(layout, branch_rows) if has_output else 0
-        if has_output:
+        if has_output and live * per_graph + logits > moment.graph + staged.total():
             # the head's moment comes before any layer's backward: what it takes replaces their temporaries
-            live = self.report.peak_live_graphs[self.pp_rank] * per_graph
-            graph, logits = (live, logits) if live + logits > graph else (graph, 0)
-        found["replay"] = self._moment(every, graph, buffers, logits, self._stage_inputs(branch_rows, held))
+            moment, staged = moment._replace(graph=live * per_graph), None
+        else:
+            logits = 0
+        branch_held = self._stage_inputs(branch_rows, held)
+        found["replay"] = self._moment(every, moment, staged, logits=logits, held=branch_held)
         if layout.exact and rows:
-            graph, buffers = worst(_backward_moment, rows, earlier_rows)
-            found["walk"] = self._moment(every, graph, buffers, 0, self._stage_inputs(rows, held))
+            worst = self._worst(_backward_moments, rows, earlier_rows)
+            found["walk"] = self._moment(every, *worst, held=self._stage_inputs(rows, held))
         found["update"] = self._update(VALUES if layout.config.state.reuse_steps else ())
         return found
 
@@ -262,7 +287,7 @@ class _StagePlanner:
         config = self.layout.config
         is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
         copies = self._shard * FLOAT32 if is_low and not config.optimizer.optimizer_cpu_offload else 0
-        items = self._moment(kept, 0, 0, 0, 0) | {Item.STAGE_INPUTS: 0}
+        items = self._moment(kept) | {Item.STAGE_INPUTS: 0}
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
 
 
