@@ -87,18 +87,18 @@ def test_tensor_and_data_parallel(truths, name):
     _check(truths, TENSOR_AND_DATA[name])
 
 
-WIDE = ("cp2, packed, recompute", "cp2 contiguous", "cp4", "cp2 dp2")
+WIDE = [(name, "many") for name in ("cp2, packed, recompute", "cp2 contiguous")]
 
 
-# state relayed over ranks, state sharded by heads
-@pytest.mark.parametrize("heads", ["few", pytest.param("many", marks=pytest.mark.wide)])
-@pytest.mark.parametrize("name", WIDE)
-def test_context_parallel_wide(truths, name, heads):
-    _check(truths, CONTEXT[name], heads)
-
-
-@pytest.mark.parametrize("heads", ["few", "many"])
-@pytest.mark.parametrize("name", [name for name in CONTEXT if name not in WIDE])
+# state relayed over ranks where heads are few, sharded by heads where they are many
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        pytest.param(name, heads, marks=[pytest.mark.wide] if (name, heads) in WIDE else [])
+        for name in CONTEXT
+        for heads in ("few", "many")
+    ],
+)
 def test_context_parallel(truths, name, heads):
     _check(truths, CONTEXT[name], heads)
 
