@@ -78,6 +78,7 @@ def test_progress_counts_actions(capsys):
     progress.end()
     err = capsys.readouterr().err
     assert "step 1 prompt segments" in err and "2/2" in err and "branches" in err
+    assert "\x1b" not in err  # a log file's reader moves no cursor
 
 
 def test_tables():

@@ -41,7 +41,7 @@ class Progress:
                 file=self._file,
                 mininterval=0.1 if self._is_terminal else 10.0,
                 leave=True,
-                position=list(LABELS).index(action.op) if self._is_terminal else None,
+                position=list(LABELS).index(action.op) if self._is_terminal else 0,  # in a file no cursor moves
                 dynamic_ncols=self._is_terminal,
             )
         self._bars[action.op].update(1)
