@@ -220,11 +220,14 @@ class _StagePlanner:
             number = number * (len(self.stages) - 1) // len(self.stages)
         return self._stage_inputs(self.layout.segment_rows, number)
 
-    def _worst(self, moments: Callable, rows: int, prefix_rows: int) -> tuple[Moment, Counter[Item]]:
-        """The moment that takes most, and what is staged then."""
+    def _worst(
+        self, moments: Callable, state: tuple[Item, ...], rows: int, prefix_rows: int
+    ) -> tuple[Moment, Counter[Item]]:
+        """The moment that takes most with what is staged then of the items of `state`."""
         layout = self.layout
         found = (moment for s in self.stages for moment in moments(layout, s.layers, rows, prefix_rows))
-        pairs = ((moment, self.staged.get(moment.attention, Counter())) for moment in found)
+        staged = {kind: Counter({i: n for i, n in table.items() if i in state}) for kind, table in self.staged.items()}
+        pairs = ((moment, staged.get(moment.attention, Counter())) for moment in found)
         moment, staged = max(pairs, key=lambda pair: pair[0].graph + pair[0].buffers + pair[1].total())
         return moment._replace(buffers=moment.buffers + self._sequence_buffer(rows)), staged
 
@@ -260,11 +263,10 @@ class _StagePlanner:
 
         found = {}
         if rows:
-            found["prefill"] = self._moment(
-                VALUES, *self._worst(_forward_moments, rows, earlier_rows), held=self._stage_inputs(rows, held)
-            )
+            worst = self._worst(_forward_moments, VALUES, rows, earlier_rows)
+            found["prefill"] = self._moment(VALUES, *worst, held=self._stage_inputs(rows, held))
         branch_rows = layout.microbatch_rows
-        moment, staged = self._worst(_backward_moments, branch_rows, prefix_rows)
+        moment, staged = self._worst(_backward_moments, every, branch_rows, prefix_rows)
         per_graph = max(_graph(layout, s.layers, branch_rows) for s in self.stages)
         live = self.report.peak_live_graphs[self.pp_rank]
         moment = moment._replace(graph=moment.graph + (live - 1) * per_graph)
@@ -277,7 +279,7 @@ class _StagePlanner:
         branch_held = self._stage_inputs(branch_rows, held)
         found["replay"] = self._moment(every, moment, staged, logits=logits, held=branch_held)
         if layout.exact and rows:
-            worst = self._worst(_backward_moments, rows, earlier_rows)
+            worst = self._worst(_backward_moments, every, rows, earlier_rows)
             found["walk"] = self._moment(every, *worst, held=self._stage_inputs(rows, held))
         found["update"] = self._update(VALUES if layout.config.state.reuse_steps else ())
         return found
