@@ -48,6 +48,7 @@ PLANNED = (
     f"{GLM} prompt_length=4096 state.location=host",
     f"{GLM} prompt_length=8192 parallel.cp=2 parallel.ep=2 recompute=full",
     f"{QWEN} prompt_length=65536 parallel.cp=2 segment_length=4096 gradient=detached state.location=host",
+    f"{QWEN} prompt_length=65536 segment_length=4096 recompute=full",
 )
 WORKLOAD = "segment_length=1024 response_length=64 group_size=2"
 
