@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from longstraw_megatron.schedule import Action, Description, Op, PlanReport, Span, check_plan, make_plan
+from longstraw_megatron.schedule import Action, Op, PlanReport, Span, StepPlan, check_plan
 
 COLORS = {Op.PREFILL: "#4c78a8", Op.FORWARD: "#72b7b2", Op.BACKWARD: "#f2a541", Op.PROMPT_BACKWARD: "#c44e52"}
 COLORS |= {Op.BLOCK_PREFILL: "#9ecae9", Op.BLOCK_BACKWARD: "#e45756"}
@@ -100,14 +100,14 @@ def draw_png(report: PlanReport, path: str | Path, *, title: str = "", unit: str
 
 
 def draw_plan(
-    description: Description, costs: Callable[[Action], float], path: str | Path | None = None, *, unit: str = "s"
+    step: StepPlan, costs: Callable[[Action], float], path: str | Path | None = None, *, unit: str = "s"
 ) -> str:
-    """The plan of a description as text; with a `path` as a PNG there, too.
+    """A step's plan as text; with a `path` as a PNG there, too.
 
-    The order is the one that is run, which is made for `Costs()` on all ranks; `costs` says what its actions take, in
-    `unit`.
+    The order is the plan's, whatever it was made with; `costs` says what its actions take, in `unit`.
     """
-    report = check_plan(make_plan(description), description, costs)
+    description = step.description
+    report = check_plan(step.plan, description, costs)
     if path is not None:
         virtual = f" VPP{description.vpp_size}" if description.vpp_size > 1 else ""
         draw_png(report, path, title=f"PP{description.pp_size}{virtual}", unit=unit)

@@ -23,7 +23,13 @@ class KeptState:
     staged: dict[str, Counter[Item]] = field(default_factory=dict)
 
 
-def _boundary_bytes(layout: Layout) -> int:
+def grad_itemsize(layout: Layout) -> int:
+    """Bytes of an element of the accumulators of rows."""
+    names = {"auto": layout.shape.float_itemsize, "fp32": 4, "bf16": 2}
+    return names[layout.config.state.grad_dtype]
+
+
+def boundary_bytes(layout: Layout) -> int:
     """One boundary of one delta-rule layer."""
     shape, hf, cp = layout.shape, layout.hf, layout.config.parallel.cp
     heads = shape.over_tp(hf["linear_num_value_heads"])
@@ -39,8 +45,7 @@ class _Tables:
     def __init__(self, layout: Layout):
         self.layout, self.kept = layout, KeptState()
         self.on_host = layout.config.state.location == "host"
-        names = {"auto": layout.shape.float_itemsize, "fp32": 4, "bf16": 2}
-        self.grad_size = names[layout.config.state.grad_dtype]
+        self.grad_size = grad_itemsize(layout)
 
     def _stage(self, attention: str, staged: Counter[Item]) -> None:
         """One table of a layer at a time."""
@@ -70,7 +75,7 @@ class _Tables:
 
     def boundaries(self) -> None:
         """Those of one layer: all where it is walked back, with the gradients of two at a time."""
-        layout, size = self.layout, _boundary_bytes(self.layout)
+        layout, size = self.layout, boundary_bytes(self.layout)
         prompt = len(layout.segments)
         number = (prompt if layout.exact else min(prompt, 1)) + layout.path_blocks
         walked = prompt * layout.exact + layout.path_blocks

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from longstraw_megatron.batch import PromptGroup, split_microbatches
 from longstraw_megatron.config import Config, check_world_size
@@ -14,7 +14,7 @@ from longstraw_megatron.mcore.trainable import trainable_names
 from longstraw_megatron.plan.activations import Shape
 from longstraw_megatron.plan.parameters import Stage, layer_kinds, stages_of
 from longstraw_megatron.plan.workload import Workload
-from longstraw_megatron.schedule import Description, GroupShape
+from longstraw_megatron.schedule import Description, GroupShape, RowCosts, StepPlan, prove_step, step_costs
 
 ITEMSIZES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -147,3 +147,26 @@ class Layout:
             exact=self.exact,
             max_live_prefixes=self.config.schedule.max_live_prefixes,
         )
+
+    def _step_costs(self, num_groups: int) -> RowCosts:
+        p = self.config.parallel
+        stages = stages_of(self.hf, p)
+        rows = cache(lambda *lengths: self.cut(list(lengths)).rows)
+        segments = [rows(length) for length in self.segments]
+        microbatches = [rows(*lengths) for lengths in self.microbatches]
+        blocks = [rows(length) for lengths in self.earlier_blocks for length in lengths]
+        return step_costs(
+            [segments] * num_groups,
+            [microbatches] * num_groups,
+            [blocks] * num_groups,
+            stage_layers=[len(stage.layers) for stage in stages] if len(stages) > 1 else None,
+            recompute=self.config.recompute == "full",
+        )
+
+    def step_plan(self, num_groups: int = 1) -> StepPlan:
+        """The plan of that step, as training makes it from a batch of such groups.
+
+        Raises:
+            PlanError: the plan would deadlock or hold more than its limits.
+        """
+        return prove_step(self.description(num_groups), self._step_costs(num_groups))

@@ -8,7 +8,6 @@ items are those of the moment that takes most: prefill, replay or walk of the pr
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from longstraw_megatron.config import Config
@@ -18,7 +17,7 @@ from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.kept_state import kept_state
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.parameters import Parameters, count_parameters
-from longstraw_megatron.schedule import Description, Plan, PlanReport, check_plan, make_plan
+from longstraw_megatron.schedule import PlanReport
 from longstraw_megatron.segments.logprobs import WEIGHT_ROWS
 
 MOMENTS = 2  # of AdamW, float32 at least
@@ -154,6 +153,25 @@ def _head(layout: Layout, rows: int) -> int:
     return block * (shape.itemsize + shape.float_itemsize) + pieces
 
 
+def main_grad_itemsize(layout: Layout) -> int:
+    """Bytes of an element of the main gradients."""
+    shape = layout.shape
+    return shape.float_itemsize if layout.config.optimizer.grad_reduce_in_fp32 else shape.itemsize
+
+
+def updated_parameters(layout: Layout, parameters: Parameters) -> int:
+    """Trained parameters that a rank updates, of those that it holds."""
+    dense = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
+    return dense + -(-parameters.trained_expert // layout.expert_dp)
+
+
+def offloaded_parameters(layout: Layout, parameters: Parameters) -> int:
+    """Those of them whose optimizer is in host memory."""
+    options = layout.config.optimizer
+    fraction = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0
+    return int(updated_parameters(layout, parameters) * fraction)
+
+
 class _StagePlanner:
     """The moments of one pipeline rank."""
 
@@ -188,26 +206,17 @@ class _StagePlanner:
     def _fixed(self) -> dict[Item, int]:
         """Weights, gradients and optimizer on the device; `host` gets the part of the optimizer that is there."""
         layout, parameters, size = self.layout, self.parameters, self.layout.shape.itemsize
-        options, floats = layout.config.optimizer, max(size, FLOAT32)
-        grad_size = floats if options.grad_reduce_in_fp32 else size
+        grad_size, floats = main_grad_itemsize(layout), layout.shape.float_itemsize
         per_element = MOMENTS * floats + (FLOAT32 if size < FLOAT32 else 0)
-        shard = self._shard
-        offloaded = int(shard * options.optimizer_offload_fraction) if options.optimizer_cpu_offload else 0
+        offloaded = offloaded_parameters(layout, parameters)
         if offloaded:
             # weights and gradients go to and fro in copies of the device's dtypes
             self.host[Item.OPTIMIZER] += offloaded * (per_element + size + grad_size)
         return {
             Item.WEIGHTS: parameters.total * size + parameters.buffers * FLOAT32,
             Item.GRADIENTS: parameters.trained * grad_size,
-            Item.OPTIMIZER: (shard - offloaded) * per_element,
+            Item.OPTIMIZER: (updated_parameters(layout, parameters) - offloaded) * per_element,
         }
-
-    @property
-    def _shard(self) -> int:
-        """Trained parameters that this rank updates."""
-        layout, parameters = self.layout, self.parameters
-        dense = -(-parameters.trained_dense // (layout.dp * layout.config.parallel.cp))
-        return dense + -(-parameters.trained_expert // layout.expert_dp)
 
     def _stage_inputs(self, rows: int, number: int) -> int:
         layout = self.layout
@@ -288,20 +297,13 @@ class _StagePlanner:
         """The optimizer's step: the prefix is gone, unless it is used again; low gradients get a float32 copy."""
         config = self.layout.config
         is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
-        copies = self._shard * FLOAT32 if is_low and not config.optimizer.optimizer_cpu_offload else 0
+        copies = (
+            updated_parameters(self.layout, self.parameters) * FLOAT32
+            if is_low and not config.optimizer.optimizer_cpu_offload
+            else 0
+        )
         items = self._moment(kept) | {Item.STAGE_INPUTS: 0}
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
-
-
-@lru_cache(maxsize=32)
-def schedule_of(description: Description) -> Plan:
-    """The plan of a description; layouts of a search have few different ones."""
-    return make_plan(description)
-
-
-@lru_cache(maxsize=32)
-def _report_of(description: Description) -> PlanReport:
-    return check_plan(schedule_of(description), description)
 
 
 def kept_prefixes(config: Config, dp_size: int, steps: Sequence[int] | None = None) -> int:
@@ -331,8 +333,7 @@ def plan_memory(layout: Layout, *, num_groups: int = 1, steps: Sequence[int] | N
         RefusedError: a layout that does not cut the model or the GPUs.
     """
     p = layout.config.parallel
-    description = layout.description(num_groups)
-    report = _report_of(description)
+    report = layout.step_plan(num_groups).report
     per_stage = layout.num_gpus // p.pp
     stages = []
     for pp_rank in range(p.pp):

@@ -70,12 +70,10 @@ def mlp_backward(shape: Shape, kind: str, rows: int) -> int:
     return routed * (copies * shape.hidden + 4 * size) * shape.itemsize + 2 * size * shape.hidden * shape.itemsize
 
 
-def attention_buffers(shape: Shape, rows: int, prefix_rows: int, *, exact: bool, backward: bool) -> int:
-    """Buffers of what travels over context parallelism for softmax attention, in the form that the layer chooses."""
+def attention_call(shape: Shape, rows: int, prefix_rows: int, *, exact: bool) -> TransferShape:
+    """What softmax attention moves over context parallelism."""
     hf = shape.hf
-    if shape.parallel.cp == 1:
-        return 0
-    call = TransferShape(
+    return TransferShape(
         cp_size=shape.parallel.cp,
         rows=rows,
         prefix_rows=prefix_rows,
@@ -86,6 +84,13 @@ def attention_buffers(shape: Shape, rows: int, prefix_rows: int, *, exact: bool,
         sum_itemsize=shape.float_itemsize,
         prefix_grad=exact,
     )
+
+
+def attention_buffers(shape: Shape, rows: int, prefix_rows: int, *, exact: bool, backward: bool) -> int:
+    """Buffers of that, in the form that the layer chooses."""
+    if shape.parallel.cp == 1:
+        return 0
+    call = attention_call(shape, rows, prefix_rows, exact=exact)
     return buffer_bytes(choose_transfer(call, backward=backward), call, backward=backward)
 
 

@@ -6,9 +6,15 @@ Assumed, and not measured on any GPU:
   products and two and a half of attention and the delta rule;
 * on a layer, matrix products, attention, delta rule, index scores, elementwise work (its intermediates written and
   read once, twice in backward) and collectives follow one another; only a ring of queries flies beside the attention
-  that it feeds, and pages in host memory beside all of the layer;
+  that it feeds, and so do copies of state that rests in host memory: pages come in one ahead of the attention (or delta
+  rule, or selection) that reads them, so the longer of the two counts. Both directions take turns, as a page comes in
+  behind the last one that went out. Selected rows that the host picks are counted as if they came beside it too;
+* a stage's input goes to host memory and back in the order of the stage's work: nothing hides it;
 * experts get equally many tokens; every data-parallel rank has one prompt group of the workload; pipeline transfers
-  take their bytes, and the bubble is that of the plan that runs, by the checker, with these costs of its actions;
+  take their bytes, and the bubble is that of the plan that training makes, by the checker, with these costs of its
+  actions;
+* the optimizer reads and writes its state once; what of it is in host memory waits for gradients to go out and new
+  weights to come in, and is as fast as they are: its AdamW may be slower;
 * neither the start-up of kernels nor the loop over pages in Python counts, so small models on a GPU take longer.
 """
 
@@ -17,14 +23,16 @@ from dataclasses import dataclass
 from functools import cache
 
 from longstraw_megatron.config import HardwareConfig
-from longstraw_megatron.layout.transfer import TransferShape, choose_transfer, transfer_bytes
+from longstraw_megatron.layout.transfer import choose_transfer, transfer_bytes
 from longstraw_megatron.layout.travel import TravelShape, choose_travel, travel_bytes
 from longstraw_megatron.plan import temporaries
 from longstraw_megatron.plan.activations import layer_graph
+from longstraw_megatron.plan.host_copies import HostCopies, stage_input_bytes
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.layout import Layout
-from longstraw_megatron.plan.memory import MemoryPlan, schedule_of
-from longstraw_megatron.plan.parameters import layer_parameters
+from longstraw_megatron.plan.memory import MemoryPlan, StageMemory, main_grad_itemsize, offloaded_parameters
+from longstraw_megatron.plan.parameters import Parameters, layer_parameters
+from longstraw_megatron.plan.passes import Pass, pass_of
 from longstraw_megatron.schedule import Action, Op, PlanReport, check_plan
 
 BACKWARD_MATMUL, BACKWARD_CORE = 2.0, 2.5  # of a forward
@@ -38,21 +46,6 @@ PHASES = {
     Op.BACKWARD: "replay backward",
     Op.PROMPT_BACKWARD: "walk",
 }
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One segment through a stage: tokens over all context-parallel ranks, rows of one of them, prefix before it."""
-
-    tokens: int
-    rows: int
-    prefix: int
-    sequences: tuple[int, ...]
-
-    @property
-    def pairs(self) -> float:
-        """Attended (query, key) pairs."""
-        return self.tokens * self.prefix + sum(length * (length + 1) / 2 for length in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -108,53 +101,36 @@ class _Costs:
         kinds = {kind: i for i, kind in enumerate(layout.kinds)}
         self.dense = {kind: layer_parameters(self.hf, i, self.parallel).dense for kind, i in kinds.items()}
         self.graph = {kind: layer_graph(self.shape, kind) for kind in kinds}
+        self.copies = HostCopies(layout)
         self.action = cache(self._action)
         self.layer = cache(self._layer)
-
-    def _pass_of(self, action: Action) -> Pass:
-        layout = self.layout
-        before = layout.workload.prefix_length
-        if action.op in (Op.FORWARD, Op.BACKWARD):
-            lengths = layout.microbatches[action.unit]
-            before += sum(layout.earlier_blocks[action.unit])
-            return Pass(sum(lengths), layout.cut(lengths).rows, before, tuple(lengths))
-        if action.op in (Op.BLOCK_PREFILL, Op.BLOCK_BACKWARD):
-            microbatch, block = layout.group_shape.block_of(action.unit)
-            lengths = layout.earlier_blocks[microbatch]
-            length = lengths[block]
-            return Pass(length, layout.cut([length]).rows, before + sum(lengths[:block]), (length,))
-        length = layout.segments[action.unit]
-        return Pass(length, layout.cut([length]).rows, sum(layout.segments[: action.unit]), (length,))
 
     def __call__(self, action: Action) -> float:
         return sum(self.action(action).values())
 
     def _action(self, action: Action) -> Counter[str]:
-        segment = self._pass_of(action)
-        recompute = self.layout.config.recompute == "full"
-        walks = action.op in (Op.PROMPT_BACKWARD, Op.BLOCK_BACKWARD)
-        forwards = 1 + recompute if walks else recompute if action.op is Op.BACKWARD else 1
-        backward = walks or action.op is Op.BACKWARD
+        segment = pass_of(self.layout, action)
         total: Counter[str] = Counter()
         stage = self.stages[action.stage]
-        selects = action.op is not Op.BACKWARD  # the selection stays on the pass: recompute does not select again
         for kind, number in Counter(self.layout.kinds[i] for i in stage.layers).items():
-            for name, seconds in self.layer(kind, segment, forwards, backward, selects).items():
+            for name, seconds in self.layer(kind, segment).items():
                 total[name] += number * seconds
         if stage.output and action.op not in (Op.PREFILL, Op.PROMPT_BACKWARD):
             flops = 2 * segment.rows * self.shape.hidden * self.shape.over_tp(self.hf["vocab_size"])
-            total["head"] += self.rates.compute(flops * (3 if backward else 1), "matmul")
+            total["head"] += self.rates.compute(flops * (3 if segment.backward else 1), "matmul")
         if self.parallel.pp > 1:
             activation = segment.rows // self.split * self.shape.hidden * self.shape.itemsize
             total["stages"] += self.rates.send(activation, self.layout.num_gpus)
+        if not stage.embedding and (kept := stage_input_bytes(self.layout, segment)):
+            total["stage inputs"] += self.rates.host(kept)
         return total
 
-    def _layer(self, kind, segment: Pass, forwards: int, backward: bool, selects: bool) -> Counter[str]:
+    def _layer(self, kind: tuple[str, str], segment: Pass) -> Counter[str]:
         """Seconds of one layer by kind of work."""
-        hf, shape, rates, cp = self.hf, self.shape, self.rates, self.parallel.cp
+        hf, shape, rates = self.hf, self.shape, self.rates
+        forwards, backward, rows = segment.forwards, segment.backward, segment.rows
         core = forwards + (BACKWARD_CORE if backward else 0)
         passes = forwards + (BACKWARD_MATMUL if backward else 0)
-        rows = segment.rows
         flops = 2 * rows * self.dense[kind]
         work: Counter[str] = Counter()
         if kind[1] == "sparse":
@@ -172,12 +148,14 @@ class _Costs:
         work["elementwise"] = rates.memory(2 * graph * (forwards + 2 * backward))
         if kind[0] == "softmax":
             per_pair = 4 * shape.over_tp(hf["num_attention_heads"]) * hf["head_dim"]
-            attention = rates.compute(core * per_pair * segment.pairs / cp, "attention")
-            work["attention"] = max(attention, self._attention_travel(segment, forwards, backward))
+            attention = rates.compute(core * per_pair * segment.pairs / self.parallel.cp, "attention")
+            copies = rates.host(self.copies.keys_and_values(segment))
+            work["attention"] = max(attention, self._attention_travel(segment), copies)
         elif kind[0] == "delta":
-            work["delta rule"] = rates.compute(core * rows * self._delta_flops(), "delta_rule")
+            delta = rates.compute(core * rows * self._delta_flops(), "delta_rule")
+            work["delta rule"] = max(delta, rates.host(self.copies.boundary(segment)))
         else:
-            work.update(self._sparse(kind[0] == "full" and selects, segment, core, forwards, backward))
+            work.update(self._sparse(kind[0] == "full" and segment.selects, segment, core))
         return work
 
     def _delta_flops(self) -> float:
@@ -187,7 +165,7 @@ class _Costs:
         keys, values = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
         return 2.0 * heads * (2 * CHUNK * keys + CHUNK * (keys + values) + CHUNK * values + 3 * keys * values)
 
-    def _sparse(self, selects: bool, segment: Pass, core: float, forwards: int, backward: bool) -> dict[str, float]:
+    def _sparse(self, selects: bool, segment: Pass, core: float) -> dict[str, float]:
         hf, shape, rates = self.hf, self.shape, self.rates
         heads, cp = shape.over_tp(hf["num_attention_heads"]), self.parallel.cp
         selected = min(hf["index_topk"], segment.prefix + max(segment.sequences))
@@ -195,20 +173,20 @@ class _Costs:
         gathered = rates.memory(core * segment.rows * selected * shape.latent * shape.itemsize)
         seconds = rates.compute(core * segment.rows * per_query, "sparse_attention") + gathered
         prefix_rows = -(-segment.prefix // cp)
-        travel = [
-            temporaries.sparse_travel(shape, segment.rows, prefix_rows, exact=self.layout.exact, backward=False)
-        ] * forwards
-        if backward:
-            travel.append(
-                temporaries.sparse_travel(shape, segment.rows, prefix_rows, exact=self.layout.exact, backward=True)
-            )
-        found = {"sparse attention": max(seconds, sum(map(self._travel, travel)))}
+        forward, backward = (
+            temporaries.sparse_travel(shape, segment.rows, prefix_rows, exact=self.layout.exact, backward=way)
+            for way in (False, True)
+        )
+        travel = segment.forwards * self._travel(forward) + segment.backward * self._travel(backward)
+        copies = rates.host(self.copies.latents(segment, forward, backward))
+        found = {"sparse attention": max(seconds, travel, copies)}
         if selects:
             pairs = segment.pairs / cp / self.parallel.tp
             flops = 2 * hf["index_n_heads"] * hf["index_head_dim"] * pairs
             scores = rates.compute(flops, "index") + rates.memory(CANDIDATE_BYTES * pairs)
-            moved = self._travel(temporaries.index_travel(shape, segment.rows, prefix_rows))
-            found["index selection"] = max(scores, moved)
+            travel = temporaries.index_travel(shape, segment.rows, prefix_rows)
+            copies = rates.host(self.copies.index_keys(segment, travel))
+            found["index selection"] = max(scores, self._travel(travel), copies)
         return found
 
     def _travel(self, shape: TravelShape) -> float:
@@ -216,61 +194,59 @@ class _Costs:
             return 0.0
         return self.rates.send(travel_bytes(choose_travel(shape), shape), shape.cp_size)
 
-    def _attention_travel(self, segment: Pass, forwards: int, backward: bool) -> float:
+    def _attention_travel(self, segment: Pass) -> float:
         if self.parallel.cp == 1:
             return 0.0
-        shape, hf = self.shape, self.hf
-        call = TransferShape(
-            cp_size=self.parallel.cp,
-            rows=segment.rows,
-            prefix_rows=-(-segment.prefix // self.parallel.cp),
-            num_heads=shape.over_tp(hf["num_attention_heads"]),
-            num_key_heads=shape.key_value_heads,
-            head_dim=hf["head_dim"],
-            itemsize=shape.itemsize,
-            sum_itemsize=shape.float_itemsize,
-            prefix_grad=self.layout.exact,
-        )
+        prefix_rows = -(-segment.prefix // self.parallel.cp)
+        call = temporaries.attention_call(self.shape, segment.rows, prefix_rows, exact=self.layout.exact)
         moved = sum(
             transfer_bytes(choose_transfer(call, backward=way), call, backward=way) * times
-            for way, times in ((False, forwards), (True, int(backward)))
+            for way, times in ((False, segment.forwards), (True, int(segment.backward)))
         )
         return self.rates.send(moved, self.parallel.tp * self.parallel.cp)
 
 
-def _reduce_seconds(layout: Layout, memory: MemoryPlan) -> float:
-    """Gradients to their owners and new weights back, on the stage that has most."""
-    rates, p = _Rates(layout), layout.config.parallel
-    ranks = layout.dp * p.cp
-    stage = memory.worst
-    if ranks == 1:
-        return 0.0
-    moved = (stage.items[Item.GRADIENTS] + stage.items[Item.WEIGHTS]) * (ranks - 1) / ranks
-    return rates.send(moved, layout.num_gpus // p.pp)
+def _reduce_seconds(layout: Layout, parameters: Parameters) -> float:
+    """A stage's gradients to their owners and new weights back: experts have owners of their own, fewer or none."""
+    p = layout.config.parallel
+    size = main_grad_itemsize(layout) + layout.shape.itemsize
+    moved = sum(
+        number * size * (ranks - 1) / ranks
+        for number, ranks in (
+            (parameters.trained_dense, layout.dp * p.cp),
+            (parameters.trained_expert, layout.expert_dp),
+        )
+    )
+    return _Rates(layout).send(moved, layout.num_gpus // p.pp)
+
+
+def _optimizer_seconds(layout: Layout, stage: StageMemory) -> float:
+    """A stage's optimizer: on the device its state read and written, on the host gradients out and weights in."""
+    rates = _Rates(layout)
+    copied = 0
+    if layout.config.device != "cpu":  # host memory is a CPU's own, its optimizer state among the stage's items
+        copied = offloaded_parameters(layout, stage.parameters)
+    moved = copied * (layout.shape.itemsize + main_grad_itemsize(layout))
+    return rates.memory(2 * stage.items[Item.OPTIMIZER]) + rates.host(moved)
 
 
 def plan_time(layout: Layout, memory: MemoryPlan) -> TimePlan:
     """Seconds by phase, on the pipeline rank that is busiest."""
     costs = _Costs(layout)
     description = layout.description()
-    report = check_plan(schedule_of(description), description, costs)
+    report = check_plan(layout.step_plan().plan, description, costs)
     busiest = max(range(len(report.busy)), key=report.busy.__getitem__)
     phases, work = Counter(), Counter()
     for span in report.timeline[busiest]:
         if span.action.op.is_compute:
             phases[PHASES[span.action.op]] += span.end - span.start
             work.update(costs.action(span.action))
-    rates = _Rates(layout)
-    stage = memory.worst
-    # the host's AdamW is as fast as weights and gradients come and go, at best
-    on_host = stage.host.get(Item.OPTIMIZER, 0)
-    optimizer = rates.memory(2 * stage.items[Item.OPTIMIZER]) + rates.host(on_host)
     return TimePlan(
         phases=dict(phases),
         work=dict(work),
         bubble_fraction=report.bubble_fraction,
         makespan=report.makespan,
-        reduce=_reduce_seconds(layout, memory),
-        optimizer=optimizer,
+        reduce=max(_reduce_seconds(layout, stage.parameters) for stage in memory.stages),
+        optimizer=max(_optimizer_seconds(layout, stage) for stage in memory.stages),
         report=report,
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longstraw_megatron.schedule import Action, Costs, Description, GroupShape, Op, RowCosts
+from longstraw_megatron.schedule import Action, Costs, Description, GroupShape, Op, RowCosts, make_plan, step_costs
 from longstraw_megatron.schedule.actions import COMPUTE_OPS
 
 
@@ -61,3 +61,23 @@ def test_actions_cost_their_rows():
     assert costs(Action(Op.PROMPT_BACKWARD, 0, 0, 1)) == 8 * 3 * 4
     assert costs(Action(Op.FORWARD, 1, 0, 0)) == 7
     assert costs(Action(Op.BACKWARD, 1, 1, 1)) == 2 * 2 * 4
+
+
+def test_a_step_costs_rows_times_layers_and_its_finer_cuts_as_much():
+    rows = [[8, 6], [4]], [[6], [2, 2]], [[], [4]]
+    costs = step_costs(*rows, stage_layers=[3, 0], recompute=True)
+    # rows are halved: their ratios count
+    assert costs(Action(Op.PREFILL, 0, 1, 0)) == 3 * 3
+    assert costs(Action(Op.PROMPT_BACKWARD, 0, 0, 0)) == 4 * 4 * 3
+    assert costs(Action(Op.BACKWARD, 1, 1, 1)) == 1 * 3 * 1
+    assert costs(Action(Op.BLOCK_BACKWARD, 1, 0, 1)) == 2 * 4 * 1
+    halves = [[[number // 2 for number in group] for group in table] for table in rows]
+    assert step_costs(*halves, stage_layers=[3, 0], recompute=True) == costs
+    assert step_costs(*rows, stage_layers=[3, 0], recompute=False)(Action(Op.BACKWARD, 1, 1, 1)) == 2
+
+    unscaled = RowCosts(
+        Costs(backward=3.0, prompt_backward=4.0, block_backward=4.0, stages=(3.0, 1.0)),
+        *(tuple(map(tuple, table)) for table in rows),
+    )
+    description = Description(groups=(GroupShape(2, 1), GroupShape(1, 2, (1, 0))), pp_size=2, max_live_prefixes=2)
+    assert make_plan(description, costs) == make_plan(description, unscaled)

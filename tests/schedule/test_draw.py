@@ -3,7 +3,7 @@
 from PIL import Image
 
 from longstraw_megatron.plan.draw import COLORS, draw_plan, draw_png, draw_text
-from longstraw_megatron.schedule import Costs, Description, GroupShape, check_plan, make_plan
+from longstraw_megatron.schedule import Costs, Description, GroupShape, check_plan, make_plan, prove_step
 
 DESCRIPTION = Description(groups=(GroupShape(2, 3), GroupShape(1, 2)), pp_size=3, vpp_size=2, max_live_prefixes=2)
 
@@ -54,8 +54,9 @@ def test_png_shows_all_kinds_of_actions(tmp_path):
 
 
 def test_a_plan_is_drawn_with_costs_that_it_was_not_made_for(tmp_path):
+    step = prove_step(DESCRIPTION, Costs())
     costs = Costs(prefill=2, forward=1, backward=3, prompt_backward=9)
-    text = draw_plan(DESCRIPTION, costs)
+    text = draw_plan(step, costs)
     assert text == draw_text(_report(costs)) != draw_text(_report())
-    assert draw_plan(DESCRIPTION, costs, tmp_path / "plan.png") == text
+    assert draw_plan(step, costs, tmp_path / "plan.png") == text
     assert Image.open(tmp_path / "plan.png").width > 1500
