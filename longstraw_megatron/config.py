@@ -59,8 +59,9 @@ class DistConfig:
 class StateConfig:
     """The prefix state of a prompt."""
 
-    location: Literal["device", "host"]  # where it rests between uses; host: pinned memory, staged with prefetch
-    page_length: int  # rows of a page
+    # where it rests between uses; host: pinned memory, of which a page is copied while the one before is computed with
+    location: Literal["device", "host"]
+    page_length: int  # rows of a page; pages of GLM's latents on the device have up to 2**20, whatever this says
     grad_dtype: Literal["auto", "fp32", "bf16"]  # of the gradient accumulators; auto: fp32, fp64 for precision=fp64
     stage_inputs: Literal["device", "host"]  # where a pipeline stage keeps its input of every prompt segment
     grad_rounding: Literal["nearest", "stochastic"]  # of sums to bf16 accumulators; docs/precision.md compares

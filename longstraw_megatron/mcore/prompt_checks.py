@@ -55,7 +55,7 @@ class PromptOptions:
     # TP under sequence parallelism. Without context parallelism any padding at the end will do.
     sample_multiple: int | None = None
     make_iterator: Callable[[Any], Any] = _one_item  # of a sample, for forward_step_func
-    page_length: int = 65536  # rows of a page of prefix state
+    page_length: int = 65536  # rows of a page of prefix state; of latents on the device up to 2**20
     grad_dtype: torch.dtype | None = None  # of its gradient; None: float32
     location: Literal["device", "host"] = "device"  # where it rests between uses
     max_live_prefixes: int = 1

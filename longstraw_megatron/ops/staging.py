@@ -60,15 +60,22 @@ class HostStaging:
         self._last_store = torch.cuda.Event()
         self._last_store.record(self._outgoing)
 
-    def gather(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Rows [m] of a resting tensor, on the device: picked by the host, so that no others are copied."""
+    def gather(self, *tensors: Tensor, rows: Tensor) -> Take:
+        """As `fetch`, rows [m] (int64, on the host) of resting tensors alone, which the host picks at once."""
         self.synchronize()
-        return tensor.index_select(0, rows.cpu()).to(self.device)
+        picked = tuple(self.empty(tensor, (rows.numel(), *tensor.shape[1:])) for tensor in tensors)
+        for tensor, out in zip(tensors, picked, strict=True):
+            torch.index_select(tensor, 0, rows, out=out)
+        return self.fetch(*picked) if self._on_cuda else lambda: picked
 
     def scatter(self, tensor: Tensor, rows: Tensor, source: Tensor) -> None:
-        """Put `source` [m, ...] into distinct rows [m] of a resting tensor."""
+        """Put `source` [m, ...] into distinct rows [m] (int64, on the host) of a resting tensor; waits for `source`."""
+        if self._on_cuda:
+            arrived = self.empty(source, tuple(source.shape))
+            self.store(arrived, source)
+            source = arrived
         self.synchronize()
-        tensor.index_copy_(0, rows.cpu(), source.cpu())
+        tensor.index_copy_(0, rows, source)
 
     def synchronize(self) -> None:
         """Wait until the host may read and write what rests."""

@@ -108,7 +108,8 @@ def kept_state(layout: Layout, stage: Stage) -> KeptState:
             tables.boundaries()
         else:
             owners = layout.config.parallel.tp
-            tables.rows(attention, shape.latent, GATHERED_PAGE_LENGTH, with_grads=True, owners=owners)
+            latent_page = page_length if tables.on_host else GATHERED_PAGE_LENGTH
+            tables.rows(attention, shape.latent, latent_page, with_grads=True, owners=owners)
             if attention == "full":
                 tables.rows(attention, hf["index_head_dim"], page_length, with_grads=False, owners=owners)
         if mlp == "sparse":

@@ -1,6 +1,7 @@
 """Recurrent state of one layer at segment boundaries: what the segment from boundary i starts with.
 
-Boundary 0 is the start of the prompt, where the state is zero and nothing is stored.
+Boundary 0 is the start of the prompt, where the state is zero and nothing is stored. From host memory a boundary is
+copied when its layer asks for it, and waited for (3.2 MB of Qwen3.6-27B, over tensor and context parallelism).
 """
 
 import torch

@@ -6,7 +6,8 @@ reach the one accumulator.
 
 Where state rests in host memory, and where accumulators have fewer bits than sums, a page is worked on in a copy: of
 its values, fetched while the page before it is computed with, and of its accumulators, put back when the next page is
-asked for.
+asked for. The first page of a walk is waited for. Where few rows of a page are selected, the host picks them and no
+others are copied; which they are it learns from the device, and waits for that before each such page.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class Page:
 
 @dataclass(eq=False)
 class PageView:
-    """The first `stop - start` rows of a page on the device that computes, or those of `rows` [m] alone."""
+    """The first `stop - start` rows of a page on the device that computes, or of these `rows` [m] (int64, on the host)."""
 
     page: Page
     start: int
@@ -156,16 +157,18 @@ class PagedRows:
         self, page: Page, stop: int, values: bool, with_grads: bool, select: Select | None
     ) -> tuple[PageView, Take]:
         """A view whose tensors are on their way."""
-        count, read = stop - page.start, page.tensors if values else ()
         view = PageView(page, page.start, stop, ())
-        if select is not None and self.residence.stages:
-            view.rows = select(page.start, stop)
-        if view.rows is not None:
-            picked = tuple(self.residence.gather(tensor, view.rows) for tensor in read)
-            return view, lambda: picked
+        picked = select(page.start, stop) if select is not None and self.residence.stages else None
+        view.rows = None if picked is None else picked.cpu()
         if with_grads and page.takes_grad and page.grads is not None and self.residence.stages:
-            view.fetching = self.residence.fetch(*(grad[:count] for grad in page.grads))
-        return view, self.residence.fetch(*(tensor[:count] for tensor in read))
+            view.fetching = self._fetch(view, page.grads)
+        return view, self._fetch(view, page.tensors if values else ())
+
+    def _fetch(self, view: PageView, tensors: tuple[Tensor, ...]) -> Take:
+        """Begin to copy the view's rows of the page's `tensors`."""
+        if view.rows is not None:
+            return self.residence.gather(*tensors, rows=view.rows)
+        return self.residence.fetch(*(tensor[: view.stop - view.start] for tensor in tensors))
 
     def add_grad(self, view: PageView, *grads: Tensor) -> None:
         """Add gradients [view.stop - view.start, ...] of the view's rows to their accumulators."""
@@ -192,13 +195,8 @@ class PagedRows:
         if self._in_place(page):
             return tuple(grad[: view.stop - view.start] for grad in self._accumulators(page))
         if view.grads is None:
-            if view.fetching is not None:
-                resting = view.fetching()
-            elif view.rows is not None:
-                resting = tuple(self.residence.gather(grad, view.rows) for grad in self._accumulators(page))
-            else:
-                resting = self.residence.fetch(*(grad[: view.stop - view.start] for grad in self._accumulators(page)))()
-            view.grads = tuple(grad.to(self._sum_dtype(page)) for grad in resting)
+            resting = view.fetching or self._fetch(view, self._accumulators(page))
+            view.grads = tuple(grad.to(self._sum_dtype(page)) for grad in resting())
         return view.grads
 
     def _changed(self, view: PageView) -> None:
@@ -210,19 +208,20 @@ class PagedRows:
         """Round the sums and let them rest."""
         if view.changed:
             for grad, target in zip(view.grads, view.page.grads, strict=True):
-                rounded = self._round(grad, target.dtype)
+                rounded = self._round(view, grad, target.dtype)
                 if view.rows is not None:
                     self.residence.scatter(target, view.rows, rounded)
                 else:
                     self.residence.store(target[: view.stop - view.start], rounded)
         view.fetching, view.grads, view.changed = None, None, False
 
-    def _round(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    def _round(self, view: PageView, grad: Tensor, dtype: torch.dtype) -> Tensor:
         if self.rounding == "nearest" or (grad.dtype, dtype) != (torch.float32, torch.bfloat16):
             return grad.to(dtype)
         if grad.device not in self._generators:
             self._generators[grad.device] = torch.Generator(grad.device).manual_seed(self.seed)
-        return stochastic_bfloat16(grad, self._generators[grad.device])
+        all_rows = {"rows": view.rows, "num_rows": view.stop - view.start}
+        return stochastic_bfloat16(grad, self._generators[grad.device], **all_rows)
 
     def grad(self, start: int, stop: int) -> tuple[Tensor, ...] | None:
         """The gradients accumulated for rows [start, stop), or None where none ever came."""

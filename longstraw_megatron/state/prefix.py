@@ -17,8 +17,8 @@ from longstraw_megatron.state.pages import PagedRows
 from longstraw_megatron.state.residence import OnDevice, Residence
 
 KINDS = ("kv", "latent", "index_key")
-# Rows that are gathered by index are kept in few pages where their number is known: a selection over one page needs no
-# merging of partial results.
+# Rows that are gathered by index are kept in few pages on the device where their number is known: a selection over one
+# page needs no merging of partial results. From the host a page is copied whole, so there their pages are as others'.
 GATHERED_KINDS = ("latent",)
 GATHERED_PAGE_LENGTH = 1 << 20  # rows, in memory 1.2 GB of latents of GLM-5.2 in bfloat16
 # Rows of whole tokens, which tensor-parallel ranks share out; keys and values belong to a rank's heads.
@@ -30,7 +30,7 @@ class StateOptions:
     """How prefix state is kept."""
 
     exact: bool  # gradients flow into the prompt: keep every boundary, make accumulators
-    page_length: int = 65536  # rows
+    page_length: int = 65536  # rows; of latents on the device GATHERED_PAGE_LENGTH
     grad_dtype: torch.dtype | None = None  # None: float32, or float64 for float64 state
     grad_rounding: Rounding = "nearest"  # how sums come to a grad_dtype of fewer bits
     residence: Residence = field(default_factory=OnDevice)  # where rows and boundaries rest between uses
@@ -82,7 +82,7 @@ class PrefixState:
             else:
                 capacity = self.num_owned_rows if kind in OWNED_KINDS else self.num_rows
                 page_length = self.options.page_length
-                if kind in GATHERED_KINDS and capacity:
+                if kind in GATHERED_KINDS and capacity and not self.options.residence.stages:
                     page_length = min(capacity, GATHERED_PAGE_LENGTH)
                 self._rows[key] = PagedRows(
                     page_length=page_length,

@@ -10,7 +10,7 @@ from torch import Tensor
 class Residence(Protocol):
     """What a table needs of the memory in which its state rests. `stages`: reading makes copies, writing stores them.
 
-    `gather`, `scatter` and `synchronize` are asked for only where it stages.
+    `gather`, `scatter` and `synchronize` are asked for only where it stages; their `rows` are on the host.
     """
 
     stages: bool
@@ -21,7 +21,7 @@ class Residence(Protocol):
 
     def store(self, target: Tensor, source: Tensor) -> None: ...
 
-    def gather(self, tensor: Tensor, rows: Tensor) -> Tensor: ...
+    def gather(self, *tensors: Tensor, rows: Tensor) -> Callable[[], tuple[Tensor, ...]]: ...
 
     def scatter(self, tensor: Tensor, rows: Tensor, source: Tensor) -> None: ...
 
@@ -42,8 +42,8 @@ class OnDevice:
     def store(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def gather(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        return tensor.index_select(0, rows)
+    def gather(self, *tensors: Tensor, rows: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: tuple(tensor.index_select(0, rows) for tensor in tensors)
 
     def scatter(self, tensor: Tensor, rows: Tensor, source: Tensor) -> None:
         tensor.index_copy_(0, rows, source)

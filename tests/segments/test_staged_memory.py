@@ -12,7 +12,8 @@ from longstraw_megatron.segments.sparse_attention import segment_sparse_attentio
 from longstraw_megatron.state import PrefixState, StateOptions
 from longstraw_megatron.testing.memory import peak_memory
 
-PAGE, ROWS, LAYER = 512, 4, 1
+PAGE, LAYER = 512, 1
+FEW, MANY = 4, 64  # rows of a segment that select few rows of a page, which are picked, and more than half
 
 
 def _segment(state, mode, index, start, length):
@@ -43,22 +44,41 @@ def _attend_sparsely(segment, length):
     )
 
 
+class _Counted(HostStaging):
+    num_gathers = 0
+
+    def gather(self, *tensors, rows):
+        self.num_gathers += 1
+        return super().gather(*tensors, rows=rows)
+
+
+def _state(num_rows):
+    """As `GroupWork` makes it: the number of rows is known."""
+    options = StateOptions(exact=True, page_length=PAGE, residence=_Counted(torch.device("cpu")))
+    return PrefixState(options, num_rows=num_rows, num_owned_rows=num_rows)
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY])
 @pytest.mark.parametrize("layer, kinds", [(_attend, ("kv",)), (_attend_sparsely, ("latent", "index_key"))])
-def test_two_pages_of_a_prefix_of_any_length(layer, kinds):
+def test_two_pages_of_a_prefix_of_any_length(layer, kinds, rows):
     peaks = []
     for num_pages in (4, 8):
         torch.manual_seed(0)
-        state = PrefixState(StateOptions(exact=True, page_length=PAGE, residence=HostStaging(torch.device("cpu"))))
-        for index in range(num_pages):  # rows of an unknown number: a page for each segment
+        state = _state(num_pages * PAGE)
+        for index in range(num_pages):
             with torch.no_grad():
                 layer(_segment(state, Mode.PREFILL, index, index * PAGE, PAGE), PAGE)
         for kind in kinds:
             state.rows(kind, LAYER).make_grads()
-        segment = _segment(state, Mode.REPLAY, num_pages, num_pages * PAGE, ROWS)
+            assert len(list(state.rows(kind, LAYER).pages(num_pages * PAGE))) == num_pages
+        segment = _segment(state, Mode.REPLAY, num_pages, num_pages * PAGE, rows)
         with peak_memory() as recorder:
-            layer(segment, ROWS).sum().backward()
+            layer(segment, rows).sum().backward()
+        # no more than half of every page is named by few rows alone
+        assert (state.options.residence.num_gathers > 0) == (layer is _attend_sparsely and rows == FEW)
         peaks.append(recorder.peak)
     page = max(sum(t.nbytes for view in state.rows(kind, LAYER).pages(1) for t in view.page.tensors) for kind in kinds)
     # positions of tokens, 4 bytes for each row of the prefix, are all that may grow
     assert peaks[1] - peaks[0] <= 4 * 4 * PAGE * 2
-    assert peaks[1] < 6 * page
+    if rows == FEW:  # else a block of gathered rows is more than pages
+        assert peaks[1] < 6 * page

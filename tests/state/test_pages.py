@@ -227,6 +227,45 @@ def test_selected_rows_alone_are_fetched_and_get_their_gradients():
     assert rows.grad(0, 9)[0][:, 0].tolist() == [0, 1, 0, 0, 2, 0, 0, 0, 0]
 
 
+def test_selected_rows_are_on_their_way_before_the_page_in_front_of_them_is_given():
+    """Values and sums of a picked page, as those of a whole one."""
+
+    class Log(HostStaging):
+        def gather(self, *tensors, rows):
+            events.append("gather")
+            take = super().gather(*tensors, rows=rows)
+            return lambda: events.append("take") or take()
+
+    events = []
+    rows = PagedRows(page_length=4, capacity=8, residence=Log(torch.device("cpu")))
+    rows.append(*rows_of(0, 8))
+    rows.make_grads()
+    for view in rows.pages(8, with_grads=True, select=lambda start, stop: torch.tensor([1, 3])):
+        events.append("use")
+        rows.add_grad(view, *view.tensors)
+    # of both pages sums and values, then of each its values, and in its use its sums
+    assert events == ["gather"] * 4 + ["take", "use", "take"] * 2
+    assert rows.grad(0, 8)[0][:, 0].tolist() == [0, 1, 0, 3, 0, 5, 0, 7]
+
+
+def test_random_numbers_of_a_row_do_not_depend_on_which_others_are_selected():
+    """Sums on the host, of which only the selected rows come, are those on the device bit for bit."""
+    sums = []
+    for residence in (OnDevice(), HostStaging(torch.device("cpu"))):
+        rows = PagedRows(
+            page_length=64, capacity=96, grad_dtype=torch.bfloat16, rounding="stochastic", residence=residence
+        )
+        rows.append(torch.ones(96, 8))
+        for step in range(4):
+            picked = torch.arange(step, 30, 3)
+            grad = torch.linspace(0, 1, 8).expand(len(picked), 8) + picked[:, None]
+            for view in rows.pages(96, with_grads=True, select=lambda start, stop, picked=picked: picked):
+                index = torch.arange(len(picked)) if view.rows is not None else picked
+                rows.add_grad_at(view, index, grad)
+        sums.append(rows.grad(0, 96)[0])
+    assert sums[0].any() and torch.equal(*sums)
+
+
 def test_stochastic_rounding_keeps_what_rounding_to_the_nearest_loses():
     sums = {}
     for rounding in ("nearest", "stochastic"):

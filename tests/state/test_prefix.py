@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longstraw_megatron.ops.staging import HostStaging
-from longstraw_megatron.state import BoundaryStates, PrefixState, StateOptions
+from longstraw_megatron.state import BoundaryStates, OnDevice, PrefixState, StateOptions
 
 
 def state_of(value):
@@ -72,6 +72,15 @@ def test_tables_by_kind_and_layer():
     assert state.boundaries(1).keep_all
     assert not PrefixState(StateOptions(exact=False)).boundaries(1).keep_all
     assert state.rows("kv", 1).capacity == 6
+
+
+@pytest.mark.parametrize(("place", "lengths"), [("device", [6]), ("host", [4, 2])])
+def test_latents_are_one_page_on_the_device_and_pages_of_page_length_on_the_host(place, lengths):
+    residence = OnDevice() if place == "device" else HostStaging(torch.device("cpu"))
+    options = StateOptions(exact=True, page_length=4, residence=residence)
+    state = PrefixState(options, num_rows=9, num_owned_rows=6)
+    state.rows("latent", 1).append(torch.ones(6, 2))
+    assert [view.stop - view.start for view in state.rows("latent", 1).pages(6)] == lengths
 
 
 def test_fork_reaches_the_parents_tables():
