@@ -3,6 +3,7 @@
 Hydra's compose API is used, not its launcher, so that no rank makes folders of its own.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from longstraw_megatron.config import Config, build_config
+from longstraw_megatron.config import Config, HardwareConfig, build_config
 from longstraw_megatron.config_tree import leaf_keys, refuse_unknown
 from longstraw_megatron.errors import RefusedError
 
 HF_CONFIG = "model.hf_config."
+# the files of hydra_configs/hardware that have what all devices of a kind share
+KINDS = {"cpu": "cpu", "cuda": "_cuda"}
+ALLOWANCE = ("gpus_per_node", "reserved_bytes", "fragmentation")
 
 
 def config_dir() -> Path:
@@ -89,3 +93,11 @@ def load_config(overrides: Sequence[str]) -> Config:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise RefusedError(f"The keys {' '.join(overrides)} can't be put together: {reason}.") from error
     return build_config(tree)
+
+
+def run_hardware(config: Config) -> HardwareConfig:
+    """`hardware` for a run on `config.device`: where a device of another kind was chosen, with this kind's allowance."""
+    if config.hardware.device == config.device:
+        return config.hardware
+    shared = OmegaConf.load(config_dir() / "hardware" / f"{KINDS[config.device]}.yaml")
+    return dataclasses.replace(config.hardware, device=config.device, **{key: shared[key] for key in ALLOWANCE})

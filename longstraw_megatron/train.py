@@ -14,7 +14,7 @@ import torch
 
 from longstraw_megatron.batch import PromptGroup
 from longstraw_megatron.comm.failure import PeerError
-from longstraw_megatron.compose import load_config
+from longstraw_megatron.compose import load_config, run_hardware
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
 from longstraw_megatron.config_effect import keys_without_effect
 from longstraw_megatron.errors import NonFiniteError, RefusedError
@@ -122,6 +122,7 @@ def check_memory(config: Config, groups: list[PromptGroup], world_size: int, mem
     from longstraw_megatron.plan.workload import Workload
 
     if config.plan.enforce:
+        config = dataclasses.replace(config, hardware=run_hardware(config))
         refuse_too_big(config, Workload.of_groups(groups), num_gpus=world_size, memory_bytes=memory_bytes)
 
 

@@ -68,6 +68,16 @@ class MemoryPlan:
     def worst(self) -> StageMemory:
         return max(self.stages, key=lambda stage: stage.total)
 
+    @property
+    def host_total(self) -> int:
+        """Bytes of host memory of the rank that takes most."""
+        return max(stage.host_total for stage in self.stages)
+
+    def host_total_of_node(self, gpus_per_node: int) -> int:
+        """Bytes of host memory of the node that takes most, its ranks numbered one after another."""
+        ranks = [stage.host_total for stage in self.stages for _ in range(stage.num_ranks)]
+        return max(sum(ranks[i : i + gpus_per_node]) for i in range(0, len(ranks), gpus_per_node))
+
 
 class Moment(NamedTuple):
     """What a pass takes when a layer of this kind of attention is computed, over state and what lives always."""
