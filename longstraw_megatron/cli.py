@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from longstraw_megatron.config_tree import refuse_unknown
-from longstraw_megatron.errors import RefusedError
+from longstraw_megatron.errors import DryRunError, RefusedError
 
 # Each module has main(overrides) -> exit code; imported only when it is asked for.
 COMMANDS = {
@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
     "plan": ("longstraw_megatron.planner", "memory by item and seconds by phase of a layout, or of all of them"),
 }
-REFUSED, INTERRUPTED = 2, 130
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def usage() -> str:
@@ -28,7 +28,9 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the command; 2, with one sentence on stderr, where what was asked can't be done; 130 at Ctrl-C."""
+    """Exit code of the command. With one sentence on stderr: 2 for what can't be done, 1 for a dry run that failed, 130
+    at Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("help", "-h", "--help"):
         print(usage())
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         print(f"longstraw: {error}", file=sys.stderr)
         return REFUSED
+    except DryRunError as error:
+        print(f"longstraw: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("longstraw: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -96,7 +96,7 @@ def load_config(overrides: Sequence[str]) -> Config:
 
 
 def run_hardware(config: Config) -> HardwareConfig:
-    """`hardware` for a run on `config.device`: where a device of another kind was chosen, with this kind's allowance."""
+    """`hardware` for a run on `config.device`; where it is of another kind, with the allowance of the device's kind."""
     if config.hardware.device == config.device:
         return config.hardware
     shared = OmegaConf.load(config_dir() / "hardware" / f"{KINDS[config.device]}.yaml")

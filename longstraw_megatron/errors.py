@@ -9,6 +9,14 @@ class RefusedError(ValueError):
     """
 
 
+class DryRunError(RuntimeError):
+    """A dry run that ended without a result.
+
+    The message is one sentence; `longstraw plan` prints it on stderr and leaves with exit code 1. What the process of
+    the dry run said is in the file that it names.
+    """
+
+
 class NonFiniteError(ArithmeticError):
     """NaN or Inf in logprobs, a loss or a gradient: the step ends before the optimizer.
 

@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import Config, PlanConfig, check_world_size
+from longstraw_megatron.config_effect import keys_without_effect
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.logging import format_table
 from longstraw_megatron.mcore.monitor import free_host_memory
@@ -84,17 +86,24 @@ def describe(layout: Layout) -> str:
     )
 
 
-def format_memory(memory: MemoryPlan, budget: float) -> str:
-    """Items by stage, in GB."""
+def _ranks_of_node(layout: Layout) -> int:
+    return min(layout.config.hardware.gpus_per_node, layout.num_gpus)
+
+
+def format_memory(memory: MemoryPlan, budget: float, ranks_of_node: int) -> str:
+    """Items by stage, in GB, and what is taken of host memory."""
     present = [item for item in Item if any(stage.items.get(item) or stage.host.get(item) for stage in memory.stages)]
     columns = ["item, GB", *(f"ranks {_ranks(stage)}" for stage in memory.stages)]
     rows = [[item.value, *(_gb(stage.items.get(item, 0)) for stage in memory.stages)] for item in present]
     rows.append(["sum", *(_gb(stage.total) for stage in memory.stages)])
     rows.append(["of the device", *(f"{100 * stage.total / budget:.0f} %" for stage in memory.stages)])
     rows.append(["at the end of", *(stage.phase for stage in memory.stages)])
-    if any(stage.host_total for stage in memory.stages):
-        rows.append(["in host memory", *(_gb(stage.host_total) for stage in memory.stages)])
-    return format_table(rows, columns)
+    if not memory.host_total:
+        return format_table(rows, columns)
+    rows.append(["in host memory", *(_gb(stage.host_total) for stage in memory.stages)])
+    node = _gb(memory.host_total_of_node(ranks_of_node))
+    host = f"host memory: {_gb(memory.host_total)} GB a rank, {node} GB a node of {ranks_of_node} ranks, at the most"
+    return format_table(rows, columns) + "\n" + host
 
 
 def format_time(time: TimePlan) -> str:
@@ -106,22 +115,27 @@ def format_time(time: TimePlan) -> str:
     return format_table(rows, ("phase", "seconds")) + "\n\n" + format_table(work, ("of which", "seconds"))
 
 
-def compare_dry_run(stage: StageMemory, result: DryRunResult) -> str:
-    """Formula and dry run of one rank, item by item at the dry run's peak."""
+def compare_dry_run(stage: StageMemory, result: DryRunResult, seconds: float) -> str:
+    """Formula and dry run of one rank, item by item, at the dry run's peak; `seconds` is how long that took.
+
+    Where the formula has no such moment ("block walk"), its own worst one stands beside it.
+    """
     peak = result.peak
-    planned = stage.phases.get(peak.name, stage.items)
-    rows = []
+    moment = peak.name if peak.name in stage.phases else stage.phase
+    planned, rows = stage.phases[moment], []
     for name, items in [(item.value, (item,)) for item in Item if item not in (*ACTIVATIONS, Item.FRAGMENTATION)] + [
         ("graph, logits, buffers", ACTIVATIONS)
     ]:
         ours, theirs = (sum(side.get(item, 0) for item in items) for side in (planned, peak.items))
         if ours or theirs:
             rows.append((name, _gb(ours), _gb(theirs)))
-    rows.append(("sum", _gb(stage.tensors), _gb(peak.peak)))
-    note = (
-        f"dry run of rank {result.rank}, at {peak.name}: {stage.tensors / peak.peak - 1:+.1%} formula against dry run"
+    tensors = sum(planned.values()) - planned[Item.FRAGMENTATION]
+    rows.append(("sum", _gb(tensors), _gb(peak.peak)))
+    note = f"dry run of rank {result.rank}, {seconds:.0f} s: {tensors / peak.peak - 1:+.1%} formula against dry run" + (
+        f"\nthe formula's worst moment is {stage.phase}, {_gb(stage.tensors)} GB" if moment != stage.phase else ""
     )
-    return note + "\n" + format_table(rows, ("item, GB", "formula", "dry run"))
+    columns = ("item, GB", f"formula, {moment}", f"dry run, {peak.name}")
+    return note + "\n" + format_table(rows, columns)
 
 
 def _stage_json(stage: StageMemory) -> dict:
@@ -130,6 +144,7 @@ def _stage_json(stage: StageMemory) -> dict:
         "phase": stage.phase,
         "bytes": {item.value: size for item, size in stage.items.items()},
         "host_bytes": {item.value: size for item, size in stage.host.items()},
+        "host_total_bytes": stage.host_total,
         "total_bytes": stage.total,
         "phases": {name: sum(items.values()) for name, items in stage.phases.items()},
         "parameters": stage.parameters.total,
@@ -157,6 +172,7 @@ def layout_json(layout: Layout, memory: MemoryPlan, time: TimePlan | None, budge
         "fits": memory.worst.total <= budget,
         "device_bytes": budget,
         "worst_ranks": _ranks(memory.worst),
+        "host_bytes_of_node": memory.host_total_of_node(_ranks_of_node(layout)),
         "stages": [_stage_json(stage) for stage in memory.stages],
         "time": _time_json(time),
     }
@@ -222,37 +238,49 @@ def plan_layout(config: Config, num_gpus: int) -> int:
     check_layout(config)
     layout = Layout(config, Workload.of(config), num_gpus)
     memory = plan_memory(layout)
-    time, budget = plan_time(layout, memory), device_bytes(config, num_gpus)
+    step, budget = plan_time(layout, memory), device_bytes(config, num_gpus)
     as_json = config.format == "json"
     if not as_json:
-        print(describe(layout) + "\n\n" + format_memory(memory, budget) + "\n\n" + format_time(time), flush=True)
-    result = None
+        parts = (describe(layout), format_memory(memory, budget, _ranks_of_node(layout)), format_time(step))
+        print("\n\n".join(parts), flush=True)
+    result, seconds = None, 0.0
     if config.plan.dry_run:
         rank = memory.worst.first_rank
-        logger.info(f"dry run of rank {rank} of {num_gpus}: a minute or two of one core")
+        logger.info(f"dry run of rank {rank} of {num_gpus} begins")
+        start = perf_counter()
         result = dry_run(config, layout.workload, rank=rank, world_size=num_gpus)
+        seconds = perf_counter() - start
     if as_json:
-        tree = layout_json(layout, memory, time, budget)
-        print(json.dumps(tree | {"dry_run": None if result is None else dataclasses.asdict(result)}, indent=2))
+        ran = None if result is None else dataclasses.asdict(result) | {"seconds": seconds}
+        print(json.dumps(layout_json(layout, memory, step, budget) | {"dry_run": ran}, indent=2))
     elif result is not None:
-        print("\n" + compare_dry_run(memory.worst, result))
+        print("\n" + compare_dry_run(memory.worst, result, seconds))
     bars = [(f"ranks {_ranks(stage)}", stage.items) for stage in memory.stages]
     _draw_memory(config, bars, describe(layout).split(", gradient")[0], budget)
     if config.plan.draw:
         path = _run_dir(config) / SCHEDULE_PNG
-        draw_png(time.report, path, title=_layout_words(layout), unit="s")
+        draw_png(step.report, path, title=_layout_words(layout), unit="s")
         if not as_json:
-            print("\n" + draw_text(time.report))
+            print("\n" + draw_text(step.report))
         logger.info(f"schedule as a timeline: {path}")
     return 0
 
 
+def _some_layout(config: Config, num_gpus: int) -> Config:
+    """A run in which every key has an effect that has one in any layout that is planned."""
+    if not config.plan.search or num_gpus == 1:
+        return config
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pp=num_gpus, stages=None))
+
+
 def main(overrides: Sequence[str]) -> int:
-    """Exit code 0. Raises RefusedError, for a layout that is not legal too."""
+    """Exit code 0. Raises RefusedError, for a layout that is not legal too, and DryRunError."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logger.setLevel(logging.INFO)
     config = resolve_hardware(load_config(with_plan_keys(overrides)))
     num_gpus = num_gpus_of(config)
+    for warning in keys_without_effect(_some_layout(config, num_gpus)):
+        logger.warning(warning)
     if config.plan.search:
         for key in ("dry_run", "draw"):
             if getattr(config.plan, key):

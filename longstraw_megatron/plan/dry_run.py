@@ -11,13 +11,16 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from longstraw_megatron.config import Config
+from longstraw_megatron.errors import DryRunError, RefusedError
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.workload import Workload
 
 WORKER = "longstraw_megatron.plan.dry_run_worker"
-ERROR_LINES = 12  # of a failed worker's output
+TIMEOUT_S = 3600.0  # of a worker: many times what the largest of the released models takes
+LOG = "plan_dry_run.log"  # in run_dir: what a worker said that failed
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,43 @@ class DryRunResult:
         return max(self.phases, key=lambda phase: phase.peak)
 
 
-class DryRunError(RuntimeError):
-    """A dry run that ended without a result, with the last lines that it said."""
+def _log(config: Config, said: str) -> Path:
+    path = Path(config.run_dir) / LOG
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(said, encoding="utf-8")
+    return path
 
 
-def dry_run(config: Config, workload: Workload, *, rank: int, world_size: int) -> DryRunResult:
+def _run_worker(job: str, timeout_s: float) -> tuple[int | None, str, str]:
+    """Exit code, stdout and stderr of the process; None for the code where it takes longer."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", WORKER]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
+        try:
+            stdout, stderr = process.communicate(job, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None, "", ""
+        finally:
+            # gone and waited for when this call ends, by Ctrl-C too
+            process.kill()
+            process.wait()
+    return process.returncode, stdout, stderr
+
+
+def dry_run(
+    config: Config, workload: Workload, *, rank: int, world_size: int, timeout_s: float = TIMEOUT_S
+) -> DryRunResult:
     """Rank `rank` of `world_size` on one prompt group, in a process of its own.
 
     The model, the layout and everything else are `config`'s; `device=auto` stands for CUDA, `precision=auto` for what
-    the device takes. Raises DryRunError where the process fails.
+    the device takes. The process does not outlive this call, whatever ends it.
+
+    Args:
+        timeout_s: seconds after which the process is ended.
+
+    Raises:
+        RefusedError: what the process refuses, in its words.
+        DryRunError: the process failed, or took longer.
     """
     job = {
         "config": asdict(config),
@@ -62,12 +93,22 @@ def dry_run(config: Config, workload: Workload, *, rank: int, world_size: int) -
         "prompt_length": workload.prompt_length,
         "response_lengths": workload.response_lengths,
     }
-    command = [sys.executable, "-m", WORKER]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        said = "\n".join(done.stderr.splitlines()[-ERROR_LINES:])
-        raise DryRunError(f"The dry run of rank {rank} of {world_size} ended with exit {done.returncode}:\n{said}")
-    result = json.loads(done.stdout.splitlines()[-1])
+    which = f"The dry run of rank {rank} of {world_size}"
+    code, stdout, stderr = _run_worker(json.dumps(job), timeout_s)
+    if code is None:
+        raise DryRunError(
+            f"{which} had no result after {timeout_s:g} s, and was ended; leave dry_run=true out, or try it on a "
+            "machine that is less busy."
+        )
+    if code:
+        said = stderr.strip() or "nothing"
+        raise DryRunError(
+            f"{which} ended with exit {code}, and said {said.splitlines()[-1]!r}; {_log(config, said)} has all that it "
+            "said, and the plan needs no dry_run=true."
+        )
+    result = json.loads(stdout.splitlines()[-1])
+    if "refused" in result:
+        raise RefusedError(result["refused"])
     return DryRunResult(result["rank"], tuple(_phase(phase) for phase in result["phases"]))
 
 

@@ -1,4 +1,4 @@
-"""The process of a dry run. stdin: the job of `dry_run`, JSON; last line of stdout: its result."""
+"""The process of a dry run. stdin: the job of `dry_run`, JSON; last line of stdout: its result, or what is refused."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import Tensor
 
 from longstraw_megatron.config import Config, build_config
+from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.functional.objective import BranchLoss
 from longstraw_megatron.mcore.engine import Engine
 from longstraw_megatron.mcore.group_work import GroupWork
@@ -208,9 +209,12 @@ def main() -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = json.loads(sys.stdin.read())
     workload = Workload(job["prompt_length"], tuple(job["response_lengths"]))
-    config = resolved(build_config(job["config"]))
-    result = run_dry(config, workload, rank=job["rank"], world_size=job["world_size"])
-    print(json.dumps(dataclasses.asdict(result)))
+    try:
+        config = resolved(build_config(job["config"]))
+        result = dataclasses.asdict(run_dry(config, workload, rank=job["rank"], world_size=job["world_size"]))
+    except RefusedError as error:
+        result = {"refused": str(error)}
+    print(json.dumps(result))
     return 0
 
 

@@ -1,15 +1,23 @@
 """The dry run against real tensors of a CPU in the same phases, item by item; and a real model against arithmetic."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
 
+from longstraw_megatron import cli
 from longstraw_megatron.compose import load_config
+from longstraw_megatron.errors import DryRunError, RefusedError
 from longstraw_megatron.mcore.learner import Learner
 from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.optimizer import build_optimizer
 from longstraw_megatron.mcore.parallel import init_parallel
 from longstraw_megatron.mcore.session import fill_weights, learner_options
-from longstraw_megatron.plan.dry_run import DryRunError, dry_run
+from longstraw_megatron.plan import dry_run as dry_run_module
+from longstraw_megatron.plan.dry_run import dry_run
 from longstraw_megatron.plan.dry_run_worker import resolved, run_dry
 from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.workload import Workload
@@ -136,7 +144,64 @@ def test_a_real_model_in_a_process_of_its_own():
     assert items[Item.STAGE_INPUTS] == pytest.approx(2_097_151 // 4 * 5120 * 2, rel=0.02)
 
 
-def test_a_failed_process_says_why():
+def test_what_the_process_refuses_is_a_refusal():
     config = load_config(["model=tiny_qwen_hybrid", "parallel.tp=3"])
-    with pytest.raises(DryRunError, match=r"rank 0 of 3 ended with exit 1:\n(.|\n)*parallel.tp=3"):
+    with pytest.raises(RefusedError, match=r"parallel.tp=3 does not divide[^\n]*$"):
         dry_run(config, Workload(64, (8,)), rank=0, world_size=3)
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Puts Python source in the place of the process of a dry run; it finds its own folder in FOLDER."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(dry_run_module, "WORKER", "stand_in_worker")
+
+    def put(source: str) -> None:
+        (tmp_path / "stand_in_worker.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{source}")
+
+    return put
+
+
+# says when it is there, then never ends
+SLEEPER = "import os, time\nopen(FOLDER + '/part', 'w').write(str(os.getpid()))\n"
+SLEEPER += "os.rename(FOLDER + '/part', FOLDER + '/pid')\ntime.sleep(600)\n"
+PLAN = ["plan", "plan.dry_run=true", "prompt_length=64", "response_length=8"]
+
+
+def _is_gone(folder) -> bool:
+    try:
+        os.kill(int((folder / "pid").read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_failed_process_is_one_line_and_a_file(worker, tmp_path, capsys):
+    worker("raise SystemError('first line\\nlast line')")
+    assert cli.main([*PLAN, f"run_dir={tmp_path / 'run'}"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    log = tmp_path / "run" / "plan_dry_run.log"
+    assert said.startswith("longstraw: The dry run of rank 0 of 1 ended with exit 1, and said 'last line'; " + str(log))
+    assert "SystemError: first line" in log.read_text()
+
+
+def test_a_process_that_takes_too_long_is_ended(worker, tmp_path):
+    worker(SLEEPER)
+    config = load_config(["model=tiny_qwen_hybrid"])
+    with pytest.raises(DryRunError, match="no result after 5 s, and was ended; leave dry_run=true out"):
+        dry_run(config, Workload(64, (8,)), rank=0, world_size=1, timeout_s=5)
+    assert _is_gone(tmp_path)
+
+
+def test_an_interrupt_ends_the_process(worker, tmp_path, capsys):
+    worker(SLEEPER)
+
+    def interrupt():
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)  # to this process alone: a terminal would reach the other too
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert cli.main([*PLAN, f"run_dir={tmp_path}"]) == 130
+    assert capsys.readouterr().err.endswith("longstraw: interrupted\n")
+    assert _is_gone(tmp_path)

@@ -1,17 +1,20 @@
 """A run that does not fit is refused by name, with what would fit, and what it names does."""
 
+import dataclasses
 import re
 
 import numpy as np
 import pytest
+import yaml
 
 from longstraw_megatron import train
 from longstraw_megatron.batch import Branch, PromptGroup
-from longstraw_megatron.compose import load_config
+from longstraw_megatron.compose import config_dir, load_config, run_hardware
 from longstraw_megatron.config import resolve_auto
 from longstraw_megatron.errors import RefusedError
-from longstraw_megatron.plan.enforce import worst_stage
+from longstraw_megatron.plan.enforce import refuse_too_big
 from longstraw_megatron.plan.items import Item
+from longstraw_megatron.plan.remedies import Budget
 from longstraw_megatron.plan.workload import Workload
 
 WORDS = ["model=tiny_qwen_hybrid", "segment_length=1024"]
@@ -23,7 +26,11 @@ def _config(*words: str):
 
 
 def _total(config, num_gpus: int = 1) -> int:
-    return worst_stage(config, Workload.of_groups(GROUPS), num_gpus).total
+    return _worst(config, Workload.of_groups(GROUPS), num_gpus).total
+
+
+def _worst(config, workloads, num_gpus):
+    return Budget(workloads, num_gpus, 0).worst_plan(config).worst
 
 
 def test_what_fits_passes():
@@ -76,10 +83,60 @@ def test_prefixes_that_are_used_again_are_counted():
     groups = Workload.of_groups(GROUPS * 20)
 
     def state(*more: str) -> int:
-        return worst_stage(_config(*words, *more), groups, 2).phases["replay"][Item.STATE]
+        return _worst(_config(*words, *more), groups, 2).phases["replay"][Item.STATE]
 
     assert state("state.reuse_steps=2") == 4 * state()
     assert state("state.reuse_steps=2", "state.reuse_check_every=null") == 3 * state()
     config = _config(*words, "state.reuse_steps=2")
     with pytest.raises(RefusedError, match="state.reuse_steps=0 would fit"):
-        train.check_memory(config, GROUPS * 20, 2, worst_stage(config, groups, 2).total - 1)
+        train.check_memory(config, GROUPS * 20, 2, _worst(config, groups, 2).total - 1)
+
+
+GLM = ["model=glm_5_2", "parallel=glm_32gpu_tp8_pp4_ep8", "recompute=full", "segment_length=16384", "device=cuda"]
+LONG = [Workload(2_097_152, (2048, 2048))]
+H200 = 150_754_820_096  # bytes
+
+
+def _on_cuda(*words: str):
+    config = resolve_auto(load_config([*GLM, *words]), cuda_available=True)
+    return dataclasses.replace(config, hardware=run_hardware(config))
+
+
+def test_refusal_names_keys_that_fit_together():
+    """No key is enough: GLM-5.2 on 32 GPUs needs its optimizer on the host, and gradients in bf16."""
+    with pytest.raises(RefusedError) as refusal:
+        refuse_too_big(_on_cuda(), LONG, num_gpus=32, memory_bytes=H200)
+    message = str(refusal.value)
+    keys = re.search(r": (\S+=.*) together would fit", message)[1].split()
+    assert set(keys) == {"optimizer.optimizer_cpu_offload=true", "optimizer.grad_reduce_in_fp32=false"}
+    for fewer in (keys[:1], keys[1:]):
+        assert not Budget(LONG, 32, H200).fits(_on_cuda(*fewer))
+    refuse_too_big(_on_cuda(*keys), LONG, num_gpus=32, memory_bytes=H200)
+    plan = Budget(LONG, 32, H200).worst_plan(_on_cuda(*keys))
+    rank, node = plan.host_total / 2**30, 8 * plan.host_total / 2**30
+    assert f"{rank:.2f} GiB of host memory a rank, {node:.2f} GiB a node" in message
+
+
+def test_another_gradient_is_offered_last_and_said_to_be_one():
+    together = ("recompute=full", "segment_length=256")
+    memory = _total(_config(*together))
+    assert _total(_config("gradient=detached")) < memory  # a single key, and yet
+    with pytest.raises(RefusedError, match=f"GiB: {' '.join(together)} together would fit") as refusal:
+        train.check_memory(_config(), GROUPS, 1, memory)
+    assert "detached" not in str(refusal.value)
+    words = (*together, "response_block=64")
+    memory = _total(_config(*words, "gradient=detached"))
+    assert memory < _total(_config(*words))
+    with pytest.raises(RefusedError, match="GiB: gradient=detached would fit, but detached is another gradient"):
+        train.check_memory(_config(*words), GROUPS, 1, memory)
+
+
+def test_the_allowance_is_that_of_the_device():
+    """A run on a GPU takes it from the file of such devices, whatever it plans with; its own if that is one."""
+    shared = yaml.safe_load((config_dir() / "hardware" / "_cuda.yaml").read_text())
+    hardware = _on_cuda().hardware
+    assert hardware.device == "cuda" and hardware.reserved_bytes == float(shared["reserved_bytes"]) > 0
+    assert hardware.fragmentation == shared["fragmentation"] > 0 and hardware.gpus_per_node == shared["gpus_per_node"]
+    assert _on_cuda("hardware=h100", "hardware.reserved_bytes=7e9").hardware.reserved_bytes == 7e9
+    config = resolve_auto(load_config([*WORDS, "hardware=h100"]), cuda_available=False)
+    assert run_hardware(config).reserved_bytes == 0
