@@ -1,6 +1,7 @@
 """The console script: `longstraw COMMAND KEY=VALUE ...`."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +14,8 @@ COMMANDS = {
     "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
     "plan": ("longstraw_megatron.planner", "memory by item and seconds by phase of a layout, or of all of them"),
 }
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+KEYS = "hydra_configs/config.yaml has every key with its default, longstraw_megatron/config.py what each means."
+REFUSED, FAILED, INTERRUPTED, CLOSED = 2, 1, 130, 141  # the last two as a shell has them: 128 + signal
 
 
 def usage() -> str:
@@ -28,22 +30,35 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the command. With one sentence on stderr: 2 for what can't be done, 1 for a dry run that failed, 130
-    at Ctrl-C.
+    """Exit code of the command: 141 where nobody reads the rest of its output.
+
+    With one sentence on stderr: 2 for what can't be done, 1 for a dry run, a file or a disk that failed, 130 at Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("help", "-h", "--help"):
         print(usage())
         return 0 if words else REFUSED
     command, overrides = words[0], words[1:]
+    if command in COMMANDS and {"-h", "--help"} & set(overrides):
+        print(f"{command}: {COMMANDS[command][1]}\n\n{usage()}\n{KEYS}")
+        return 0
     try:
         if command not in COMMANDS:
             raise refuse_unknown(command, list(COMMANDS), what="command")
-        return importlib.import_module(COMMANDS[command][0]).main(overrides)
+        code = importlib.import_module(COMMANDS[command][0]).main(overrides)
+        sys.stdout.flush()
+        return code
     except RefusedError as error:
         print(f"longstraw: {error}", file=sys.stderr)
         return REFUSED
     except DryRunError as error:
+        print(f"longstraw: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # who read has enough; what is left must not fail again when the interpreter flushes it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except OSError as error:
         print(f"longstraw: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -215,17 +215,18 @@ class Config:
 AT_LEAST = {
     0: ("seed", "optimizer.lr", "optimizer.min_lr", "optimizer.lr_warmup_steps", "optimizer.weight_decay")
     + ("optimizer.clip_grad", "state.reuse_steps")
-    + ("hardware.memory_bytes", "hardware.reserved_bytes", "hardware.fragmentation"),
+    + ("hardware.reserved_bytes", "hardware.fragmentation"),
     1: ("segment_length", "branches_per_microbatch", "groups_per_step", "logprob_block", "state.page_length")
     + ("response_block", "state.reuse_check_every")
     + ("schedule.max_live_prefixes", "dist.timeout_s", "trainer.max_steps", "trainer.save_every", "trainer.keep")
-    + ("plan.num_gpus", "hardware.gpus_per_node")
+    + ("plan.num_gpus", "hardware.gpus_per_node", "hardware.memory_bytes")
     + ("optimizer.lr_decay_steps", "prompt_length", "response_length", "group_size", "bench.repeats")
     + tuple(f"parallel.{size}" for size in ("tp", "cp", "pp", "vpp", "ep", "etp")),
 }
 
 # torch's generators take no more, nor does the backend's timer, in milliseconds of 32 bits
-AT_MOST = {2**31 - 1: ("seed",), 2_000_000: ("dist.timeout_s",)}
+# lengths are counted in 32 bits by kernels, and by Megatron's packed sequences
+AT_MOST = {2**31 - 1: ("seed", "prompt_length", "response_length"), 2_000_000: ("dist.timeout_s",)}
 
 
 def get_key(config: Config, key: str) -> Any:
@@ -259,11 +260,11 @@ def _check(config: Config) -> None:
         for key in keys:
             value = get_key(config, key)
             if isinstance(value, int | float) and not value >= least:
-                raise RefusedError(f"{key} must be at least {least}, got {value}.")
+                raise RefusedError(f"{key} must be at least {least}, got {value}; give it such a value.")
     for most, keys in AT_MOST.items():
         for key in keys:
             if (value := get_key(config, key)) > most:
-                raise RefusedError(f"{key} must be at most {most}, got {value}.")
+                raise RefusedError(f"{key} must be at most {most}, got {value}; give it such a value.")
     parallel, trainer, optimizer = config.parallel, config.trainer, config.optimizer
     if config.state.reuse_steps and config.gradient == "exact":
         raise RefusedError(
@@ -322,7 +323,7 @@ def check_world_size(config: Config, world_size: int) -> int:
         if world_size % product:
             raise RefusedError(
                 f"The number of processes must be a multiple of parallel.{{{sizes}}} = {product}, got {world_size}; "
-                "change --nproc-per-node or the parallel sizes."
+                "change --nproc-per-node (num_gpus in a plan) or the parallel sizes."
             )
     return world_size // (p.tp * p.cp * p.pp)
 

@@ -8,11 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from longstraw_megatron.batch import PromptGroup
+from longstraw_megatron.checks import check_experts, check_place
 from longstraw_megatron.comm.failure import PeerError
 from longstraw_megatron.compose import load_config, run_hardware
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
@@ -76,15 +76,6 @@ def check(config: Config, world_size: int) -> list[PromptGroup]:
     return groups
 
 
-def check_experts(config: Config) -> None:
-    """Sizes that cut experts need a model that has some."""
-    if config.model.hf_config.get("n_routed_experts"):
-        return
-    for name, size in (("ep", config.parallel.ep), ("etp", config.parallel.etp)):
-        if size > 1:
-            raise RefusedError(f"parallel.{name}={size} cuts experts, but the model has none; set parallel.{name}=1.")
-
-
 def check_outputs(config: Config) -> None:
     """What this rank writes has a place, before it computes for hours."""
     trainer, is_file = config.trainer, {"trainer.export_grads", "trainer.export_logprobs"}
@@ -93,17 +84,8 @@ def check_outputs(config: Config) -> None:
         places |= {"run_dir": config.run_dir}
         places |= {"trainer.export_grads": trainer.export_grads, "trainer.export_logprobs": trainer.export_logprobs}
     for key, name in places.items():
-        if name is None:
-            continue
-        path = Path(name).absolute()
-        if key in is_file and path.is_dir():
-            raise RefusedError(f"{key}={name} must name a file, got a folder; add the name of a file in it.")
-        folder = path.parent if key in is_file else path
-        while not os.path.lexists(folder):
-            folder = folder.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            got = "which can't be written to" if folder.is_dir() else "which is no folder"
-            raise RefusedError(f"{key}={name} lies in {folder}, {got}; choose another place.")
+        if name is not None:
+            check_place(key, name, is_file=key in is_file)
 
 
 def past_exports(config: Config, steps_done: int) -> list[str]:

@@ -43,6 +43,30 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "longstraw: interrupted\nlongstraw_megatron: interrupted\n"
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    program = "import sys; from longstraw_megatron import cli, doctor; doctor.main = lambda _: print('word ' * 99999)"
+    command = [sys.executable, "-c", f"{program}; sys.exit(cli.main(['doctor']))"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(4) == "word"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+def test_a_full_disk_is_one_line(capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "plan_memory.png")
+
+    monkeypatch.setattr(doctor, "main", full)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "longstraw: [Errno 28] No space left on device: 'plan_memory.png'\n"
+
+
+def test_every_command_has_help(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("plan: memory by item")
+
+
 def test_the_demos_rollouts_are_the_manual(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         subprocess.run(

@@ -1,8 +1,10 @@
 """The process of a dry run. stdin: the job of `dry_run`, JSON; last line of stdout: its result, or what is refused."""
 
+import ctypes
 import dataclasses
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.schedule import Action, Description, Op, incoming, outgoing
 
 NO_SEGMENT = -1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # the formula's names (plan/memory.py); what a replay takes most is its backward
 PHASES = {
     Op.PREFILL: "prefill",
@@ -104,7 +107,8 @@ def _actions(description: Description, pp_rank: int, last: int) -> list[Action]:
     stages = description.stages_of(pp_rank)
     shape = description.groups[0]
     starts = shape.block_starts
-    computes = [Action(Op.PREFILL, 0, unit, stage) for unit in sorted({0, last} - {NO_SEGMENT}) for stage in stages]
+    segments = sorted({0, last}) if last != NO_SEGMENT else []
+    computes = [Action(Op.PREFILL, 0, unit, stage) for unit in segments for stage in stages]
     live = {stage: range(min(description.max_live_graphs(stage), shape.num_microbatches)) for stage in stages}
     for stage in stages:
         for unit in live[stage]:
@@ -179,7 +183,7 @@ def run_phases(learner: Learner, workload: Workload, recorder: Recorder) -> None
 
 def run_dry(config: Config, workload: Workload, *, rank: int, world_size: int) -> DryRunResult:
     """Run rank `rank` of `world_size` on meta tensors. This process is good for nothing else afterwards."""
-    live = LiveMemory()
+    live = LiveMemory(host_is_device=config.device == "cpu")
     recorder = Recorder(live)
     with ExitStack() as stack:
         context = init_fake_ranks(config, rank, world_size)
@@ -205,7 +209,16 @@ def resolved(config: Config) -> Config:
     return dataclasses.replace(config, device=device, precision=precision)
 
 
+def end_with_parent() -> None:
+    """Linux: this process is killed when the one that started it is gone, however that ended."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def main() -> int:
+    end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = json.loads(sys.stdin.read())
     workload = Workload(job["prompt_length"], tuple(job["response_lengths"]))

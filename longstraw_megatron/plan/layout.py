@@ -46,6 +46,12 @@ class Layout:
         return self.num_gpus // (p.ep * p.etp * p.pp)
 
     @property
+    def num_groups(self) -> int:
+        """Prompt groups of a step on the rank that has most: of `groups_per_step`, or one where that is all."""
+        number = self.config.groups_per_step
+        return 1 if number == "all" else -(-number // self.dp)
+
+    @property
     def exact(self) -> bool:
         return self.config.gradient == "exact"
 
@@ -137,7 +143,7 @@ class Layout:
         blocks = tuple(map(len, self.earlier_blocks))
         return GroupShape(len(self.segments), len(self.microbatches), blocks if any(blocks) else ())
 
-    def description(self, num_groups: int = 1) -> Description:
+    def description(self, num_groups: int) -> Description:
         """The schedule of one optimizer step of a data-parallel rank with so many groups."""
         p = self.config.parallel
         return Description(
@@ -163,7 +169,7 @@ class Layout:
             recompute=self.config.recompute == "full",
         )
 
-    def step_plan(self, num_groups: int = 1) -> StepPlan:
+    def step_plan(self, num_groups: int) -> StepPlan:
         """The plan of that step, as training makes it from a batch of such groups.
 
         Raises:

@@ -26,10 +26,14 @@ class LiveMemory(TorchDispatchMode):
     What is counted `on_host` takes no part in `total` and `peak`. Nobody knows a meta tensor's value: where one is
     read, a truth value is True and a number is 0, and `nonzero` names every place. Collectives on meta tensors are done
     when they begin.
+
+    Args:
+        host_is_device: a CPU's: what rests on the host is in the memory that is counted.
     """
 
-    def __init__(self):
+    def __init__(self, *, host_is_device: bool = False):
         super().__init__()
+        self.host_is_device = host_is_device
         self.items: Counter[Item] = Counter()  # live bytes on the device
         self.host: Counter[Item] = Counter()
         self.total = 0
@@ -66,7 +70,8 @@ class LiveMemory(TorchDispatchMode):
             key = tensor.untyped_storage()._cdata
             if key in self._sizes:
                 size, old, was_on_host = self._sizes[key]
-                if on_host is None or on_host is was_on_host:  # no total changes: a present peak stays the peak
+                stays = on_host is None or self.host_is_device or on_host is was_on_host
+                if stays:  # no total changes: a present peak stays the peak
                     self._sizes[key] = size, item, was_on_host
                     table = self.host if was_on_host else self.items
                     table[old] -= size
@@ -87,6 +92,7 @@ class LiveMemory(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def _enter(self, key: int, size: int, item: Item, on_host: bool) -> None:
+        on_host = on_host and not self.host_is_device
         self._sizes[key] = size, item, on_host
         if on_host:
             self.host[item] += size

@@ -332,18 +332,23 @@ def kept_prefixes(config: Config, dp_size: int, steps: Sequence[int] | None = No
     return sum(per_rank[:kept]) + (config.state.reuse_check_every is not None)
 
 
-def plan_memory(layout: Layout, *, num_groups: int = 1, steps: Sequence[int] | None = None) -> MemoryPlan:
+def _live_groups(layout: Layout) -> int:
+    """Groups beyond those whose prefixes live at once find a rank as it was."""
+    return min(layout.num_groups, layout.config.schedule.max_live_prefixes)
+
+
+def plan_memory(layout: Layout, *, num_groups: int | None = None, steps: Sequence[int] | None = None) -> MemoryPlan:
     """Bytes by item of every pipeline rank.
 
     Args:
-        num_groups: groups of a step that share a rank's schedule.
+        num_groups: groups of a step that share a rank's schedule; None: the layout's own.
         steps: as `kept_prefixes` takes them.
 
     Raises:
         RefusedError: a layout that does not cut the model or the GPUs.
     """
     p = layout.config.parallel
-    report = layout.step_plan(num_groups).report
+    report = layout.step_plan(num_groups or _live_groups(layout)).report
     per_stage = layout.num_gpus // p.pp
     stages = []
     for pp_rank in range(p.pp):

@@ -10,9 +10,9 @@ Assumed, and not measured on any GPU:
   rule, or selection) that reads them, so the longer of the two counts. Both directions take turns, as a page comes in
   behind the last one that went out. Selected rows that the host picks are counted as if they came beside it too;
 * a stage's input goes to host memory and back in the order of the stage's work: nothing hides it;
-* experts get equally many tokens; every data-parallel rank has one prompt group of the workload; pipeline transfers
-  take their bytes, and the bubble is that of the plan that training makes, by the checker, with these costs of its
-  actions;
+* experts get equally many tokens; every data-parallel rank has one prompt group of the workload, or its share of
+  `groups_per_step`; pipeline transfers take their bytes, and the bubble is that of the plan that training makes, by the
+  checker, with these costs of its actions;
 * the optimizer reads and writes its state once; what of it is in host memory waits for gradients to go out and new
   weights to come in, and is as fast as they are: its AdamW may be slower;
 * neither the start-up of kernels nor the loop over pages in Python counts, so small models on a GPU take longer.
@@ -63,6 +63,11 @@ class TimePlan:
     @property
     def step(self) -> float:
         return self.makespan + self.reduce + self.optimizer
+
+    @property
+    def reusing_step(self) -> float:
+        """Of one that finds the state of an earlier step (`state.reuse_steps`): no prefill, the bubble as it was."""
+        return self.step - self.phases.get(PHASES[Op.PREFILL], 0.0)
 
 
 class _Rates:
@@ -233,8 +238,8 @@ def _optimizer_seconds(layout: Layout, stage: StageMemory) -> float:
 def plan_time(layout: Layout, memory: MemoryPlan) -> TimePlan:
     """Seconds by phase, on the pipeline rank that is busiest."""
     costs = _Costs(layout)
-    description = layout.description()
-    report = check_plan(layout.step_plan().plan, description, costs)
+    number = layout.num_groups
+    report = check_plan(layout.step_plan(number).plan, layout.description(number), costs)
     busiest = max(range(len(report.busy)), key=report.busy.__getitem__)
     phases, work = Counter(), Counter()
     for span in report.timeline[busiest]:

@@ -33,5 +33,10 @@ class Workload:
 
     def group(self) -> PromptGroup:
         """A group of these lengths, of tokens 0."""
-        branches = tuple(Branch(np.zeros(length, np.int64), reward=0.0) for length in self.response_lengths)
-        return PromptGroup("workload", np.zeros(self.prompt_length, np.int64), branches)
+        branches = tuple(Branch(_zeros(length), reward=0.0) for length in self.response_lengths)
+        return PromptGroup("workload", _zeros(self.prompt_length), branches)
+
+
+def _zeros(length: int) -> np.ndarray:
+    """Tokens 0 that take no memory, whatever the length."""
+    return np.broadcast_to(np.int64(0), length)

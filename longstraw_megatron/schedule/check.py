@@ -231,7 +231,7 @@ def check_plan(
     return PlanReport(
         makespan=makespan,
         busy=busy,
-        bubble_fraction=1 - sum(busy) / (len(plan) * makespan) if makespan else 0.0,
+        bubble_fraction=max(0.0, 1 - sum(busy) / (len(plan) * makespan)) if makespan else 0.0,
         peak_live_graphs=tuple(replay.peak["graphs"] for replay in replays),
         peak_kept_inputs=tuple(replay.peak["kept"] for replay in replays),
         peak_kept_blocks=tuple(replay.peak["kept_blocks"] for replay in replays),

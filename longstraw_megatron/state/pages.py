@@ -47,7 +47,7 @@ class Page:
 
 @dataclass(eq=False)
 class PageView:
-    """The first `stop - start` rows of a page on the device that computes, or of these `rows` [m] (int64, on the host)."""
+    """The first `stop - start` rows of a page where it is computed with, or these `rows` [m] (int64, on the host)."""
 
     page: Page
     start: int

@@ -1,4 +1,4 @@
-"""The released models beside each other: formula and dry run; `python tests/plan/released.py [stages] [TOKENS] [ROW ..]`.
+"""The released models, formula and dry run: `python tests/plan/released.py [stages] [TOKENS] [ROW ..]`.
 
 The tables of README and docs/planner.md. A dry run is of a rank of the stage that takes most by the formula, or one of
 every pipeline stage where `stages` is given. Minutes a row; rows are numbers of `ROWS`. Fails above 3 % off.
@@ -54,11 +54,8 @@ def main(words: list[str]) -> int:
             seconds = time.monotonic() - began
             off = stage.tensors / peak.peak - 1
             worst = max(worst, abs(off))
-            print(
-                f"{stage.tensors / 1e9:10.2f} {peak.peak / 1e9:8.2f} {off:+7.1%} {seconds:5.0f}  {stage.first_rank:>4}  "
-                f"{peak.name:8} {row}",
-                flush=True,
-            )
+            sizes = f"{stage.tensors / 1e9:10.2f} {peak.peak / 1e9:8.2f} {off:+7.1%}"
+            print(f"{sizes} {seconds:5.0f}  {stage.first_rank:>4}  {peak.name:8} {row}", flush=True)
     return int(worst > WITHIN)
 
 

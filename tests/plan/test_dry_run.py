@@ -20,7 +20,10 @@ from longstraw_megatron.plan import dry_run as dry_run_module
 from longstraw_megatron.plan.dry_run import dry_run
 from longstraw_megatron.plan.dry_run_worker import resolved, run_dry
 from longstraw_megatron.plan.items import Item
+from longstraw_megatron.plan.layout import Layout
+from longstraw_megatron.plan.memory import plan_memory
 from longstraw_megatron.plan.workload import Workload
+from longstraw_megatron.planner import resolve_hardware
 from longstraw_megatron.testing import run_ranks
 from longstraw_megatron.testing.memory import peak_memory
 
@@ -116,6 +119,22 @@ def test_a_response_in_blocks(model):
         assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
 
 
+@pytest.mark.parametrize("model", ["tiny_qwen_hybrid", pytest.param("tiny_glm_dsa", marks=pytest.mark.wide)])
+def test_what_rests_on_the_host_is_in_a_cpus_memory(model):
+    overrides = [f"model={model}", "recompute=full", "state.location=host"]
+    (dry,) = run_ranks(1, _dry, overrides, init=False)
+    ((_, _, peaks),) = run_ranks(1, _real, overrides)
+    phases = {phase.name: phase for phase in dry.phases}
+    for name, action in (("replay", "BACKWARD"), ("walk", "PROMPT_BACKWARD")):
+        assert phases[name].host == {}
+        assert phases[name].peak == pytest.approx(peaks[action], rel=0.03), name
+
+
+def test_a_prompt_of_one_token_has_no_segment():
+    (dry,) = run_ranks(1, _dry, ["model=tiny_qwen_hybrid", "prompt_length=1"], init=False)
+    assert [phase.name for phase in dry.phases] == ["build", "replay forward", "replay"]
+
+
 def _peak(rank, world_size, group_size):
     config = _config("model=tiny_qwen_hybrid", f"group_size={group_size}")
     return run_dry(config, Workload.of(config), rank=0, world_size=1).peak.peak
@@ -129,8 +148,10 @@ def test_the_number_of_responses_takes_no_memory():
 def test_a_real_model_in_a_process_of_its_own():
     """8 layers of Qwen3.6-27B, TP4 PP2 on 8 GPUs, 2,097,152 positions, the last rank: four layers and the head."""
     overrides = ["model=qwen3_6_27b", "parallel=qwen_8gpu_tp4_pp2", "model.hf_config.num_hidden_layers=8"]
-    config = load_config([*overrides, "recompute=full", "segment_length=16384", "state.page_length=65536"])
-    result = dry_run(config, Workload(2_097_152, (2048,)), rank=7, world_size=8)
+    overrides += ["recompute=full", "segment_length=16384", "state.page_length=65536", "hardware=h20_141gb"]
+    config = load_config(overrides)
+    workload = Workload(2_097_152, (2048,))
+    result = dry_run(config, workload, rank=7, world_size=8)
     items = result.peak.items
     # parameters of a rank, in weight matrices: three delta layers, one of attention, four MLPs, a quarter of the head
     delta = 5120 * (2 * 16 * 128 + 2 * 48 * 128 + 2 * 48) // 4 + 5120 * 48 * 128 // 4
@@ -142,6 +163,8 @@ def test_a_real_model_in_a_process_of_its_own():
     assert items[Item.STATE] == pytest.approx(2_097_151 * 2 * 256 * 2, rel=0.001)  # a key-value head, one layer
     assert items[Item.STATE_GRADIENTS] == 2 * items[Item.STATE]
     assert items[Item.STAGE_INPUTS] == pytest.approx(2_097_151 // 4 * 5120 * 2, rel=0.02)
+    stages = plan_memory(Layout(resolve_hardware(config), workload, 8)).stages
+    assert stages[1].tensors == pytest.approx(result.peak.peak, rel=0.03)
 
 
 def test_what_the_process_refuses_is_a_refusal():
@@ -190,6 +213,21 @@ def test_a_process_that_takes_too_long_is_ended(worker, tmp_path):
     config = load_config(["model=tiny_qwen_hybrid"])
     with pytest.raises(DryRunError, match="no result after 5 s, and was ended; leave dry_run=true out"):
         dry_run(config, Workload(64, (8,)), rank=0, world_size=1, timeout_s=5)
+    assert _is_gone(tmp_path)
+
+
+def test_the_process_ends_with_the_one_that_began_it(tmp_path):
+    """However that ends: by a signal that nobody can answer, here."""
+    job = "from longstraw_megatron.plan.dry_run_worker import end_with_parent as end; end()\n"
+    (tmp_path / "worker.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{job}{SLEEPER}")
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'worker.py')!r}])"
+    with subprocess.Popen([sys.executable, "-c", starts]) as parent:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.05)
+        parent.kill()
+    end = time.monotonic() + 60
+    while not _is_gone(tmp_path) and time.monotonic() < end:
+        time.sleep(0.05)
     assert _is_gone(tmp_path)
 
 

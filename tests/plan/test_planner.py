@@ -95,6 +95,46 @@ def test_keys_without_effect_are_said(tmp_path, capsys, caplog):
         assert caplog.text == ""
 
 
+def test_a_search_says_that_it_has_layouts_of_its_own(tmp_path, capsys, caplog):
+    with caplog.at_level(logging.WARNING, "longstraw_megatron"):
+        main([*SMALL, "search=true", "num_gpus=2", "parallel.tp=2", f"run_dir={tmp_path}"])
+    assert "parallel.tp=2 has no effect: plan.search=true goes over all layouts." in caplog.text
+    said = capsys.readouterr().out
+    assert "-0 %" not in said and "layouts fit in" in said
+
+
+def test_a_layout_that_is_too_big_says_so(tmp_path, capsys):
+    words = [*SMALL, "hardware=h100", f"run_dir={tmp_path}"]
+    main(words)
+    assert "does not fit" not in capsys.readouterr().out
+    main([*words, "hardware.memory_bytes=1000"])
+    assert "does not fit: " in capsys.readouterr().out
+
+
+def _tree(capsys, words):
+    main([*words, "format=json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_groups_of_a_step(tmp_path, capsys):
+    """Four groups on two replicas, both prefixes alive: twice the state, twice the work; one at a time: its state."""
+    words = [*SMALL, "num_gpus=2", "hardware=h100", f"run_dir={tmp_path}"]
+    one = _tree(capsys, words)
+    four = _tree(capsys, [*words, "groups_per_step=4"])
+    both = _tree(capsys, [*words, "groups_per_step=4", "schedule.max_live_prefixes=4"])
+    state = [tree["stages"][0]["bytes"]["state"] for tree in (one, four, both)]
+    assert state == [state[0], state[0], 2 * state[0]]
+    assert four["time"]["phases"]["prefill"] == pytest.approx(2 * one["time"]["phases"]["prefill"])
+
+
+def test_a_step_that_reuses_the_state_has_no_prefill(tmp_path, capsys):
+    words = [*SMALL, "gradient=detached", "state.reuse_steps=2", "hardware=h100", f"run_dir={tmp_path}"]
+    time = _tree(capsys, words)["time"]
+    assert time["reusing_step_seconds"] == pytest.approx(time["step_seconds"] - time["phases"]["prefill"])
+    main(words)
+    assert "step that reuses the state" in capsys.readouterr().out
+
+
 def test_longer_prompts_take_longer_and_more(tmp_path, capsys):
     found = []
     for length in (65536, 262144):
@@ -126,7 +166,12 @@ def test_every_hardware_file(name):
         (["num_gpus=0"], "plan.num_gpus"),
         (["parallel.tp=5"], "parallel.tp=5 does not divide"),
         (["search=true", "draw=true"], "plan.draw=true is for one layout"),
+        (["search=true"], "plan.search=true needs the number of GPUs, got plan.num_gpus=null; set num_gpus=N."),
         (["searches=true"], "Unknown key 'searches'"),
+        (["parallel.etp=2"], "parallel.etp=2 cuts experts, but the model has none"),
+        (["hardware.memory_bytes=0"], "hardware.memory_bytes must be at least 1, got 0"),
+        (["prompt_length=99999999999999999999"], "prompt_length must be at most 2147483647"),
+        (["run_dir=/proc/x"], "run_dir=/proc/x lies in /proc"),
     ],
 )
 def test_refusals(words, says):
