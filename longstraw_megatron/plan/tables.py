@@ -26,7 +26,7 @@ def _unit_for(num_bytes: float) -> tuple[str, Callable[[float], float]]:
     """A unit in which so many bytes are some digits before the point, and the function that takes bytes to it."""
     if num_bytes >= 1e9:
         return "GB", _gb
-    return "MB", lambda size: round(size / 1e6, 2)
+    return "MB", lambda size: round(size / 1e6, 3)
 
 
 def ranks_of(stage: StageMemory) -> str:
