@@ -27,3 +27,13 @@ def check_place(key: str, name: str, *, is_file: bool = False) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         got = "which can't be written to" if folder.is_dir() else "which is no folder"
         raise RefusedError(f"{key}={name} lies in {folder}, {got}; choose another place.")
+
+
+def make_folder(key: str, name: str) -> Path:
+    """The folder that `key` names, made where it is not there."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RefusedError(f"{key}={name} can't be made: {error.strerror}; name another folder.") from error
+    return path

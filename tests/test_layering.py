@@ -18,7 +18,7 @@ NOUNS = ("errors", "config_tree", "hf_config", "config", "batch")
 PURE = ("functional", "layout", "schedule")
 ROOMS = (*NOUNS, *PURE, "state", "ops", "comm", "segments", "rollouts")
 HOUSE = (*ROOMS, "mcore")
-EVERYTHING = (*HOUSE, "config_effect", "plan", "integrations", "logging", "compose")
+EVERYTHING = (*HOUSE, "checks", "config_effect", "plan", "integrations", "logging", "compose")
 
 # floor -> (what of our own it may import besides itself, which other packages besides torch, numpy and Python's own).
 FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -28,6 +28,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "hf_config": (("errors",), ()),
     "config": (("errors", "config_tree", "hf_config", "functional.objective_config"), ()),
     "config_effect": (("config",), ()),
+    "checks": (("errors", "config"), ()),
     "batch": (("errors",), ()),
     "functional": (("errors",), ()),
     "layout": (("errors",), ()),
@@ -40,7 +41,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mcore": (ROOMS, ("torch.distributed", "megatron", "transformer_engine", "safetensors", "psutil")),
     "plan": (HOUSE, ("torch.distributed", "megatron", "matplotlib")),
     "integrations": (HOUSE, ("torch.distributed", "megatron")),
-    "logging": ((*NOUNS, "schedule"), ("wandb", "tqdm", "matplotlib")),
+    "logging": ((*NOUNS, "checks", "schedule"), ("wandb", "tqdm", "matplotlib")),
     "testing": (HOUSE, ("torch.distributed", "megatron", "pytest", "psutil")),
     # The doors; of them, only compose knows Hydra.
     "compose": (NOUNS, ("hydra", "omegaconf")),

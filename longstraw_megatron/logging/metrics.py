@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from longstraw_megatron.checks import make_folder
 from longstraw_megatron.config import WandbConfig
 from longstraw_megatron.errors import RefusedError
 
@@ -70,10 +71,7 @@ class MetricsWriter:
         self._file = self._run = None
         if not is_writer:
             return
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RefusedError(f"run_dir={run_dir} can't be made: {error.strerror}; name another folder.") from error
+        make_folder("run_dir", str(run_dir))
         if wandb.mode != "disabled":
             self._run = self._start_wandb(wandb, run_config, is_resumed=resume_step is not None)
             self.wandb_dir = Path(self._run.dir).parent

@@ -13,7 +13,8 @@ from longstraw_megatron.plan.items import Item
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import plan_memory
 from longstraw_megatron.plan.workload import Workload
-from longstraw_megatron.planner import compare_dry_run, main, resolve_hardware
+from longstraw_megatron.planner import main, resolve_hardware
+from longstraw_megatron.planner.tables import compare_dry_run
 
 SMALL = ["prompt_length=4096", "segment_length=1024", "response_length=64", "group_size=4"]
 
@@ -117,8 +118,8 @@ def _tree(capsys, words):
 
 
 def test_groups_of_a_step(tmp_path, capsys):
-    """Four groups on two replicas, both prefixes alive: twice the state, twice the work; one at a time: its state."""
-    words = [*SMALL, "num_gpus=2", "hardware=h100", f"run_dir={tmp_path}"]
+    """Four groups on two replicas: twice the work, and where both prefixes of a pipeline live, twice the state."""
+    words = [*SMALL, "parallel.pp=2", "num_gpus=4", "hardware=h100", f"run_dir={tmp_path}"]
     one = _tree(capsys, words)
     four = _tree(capsys, [*words, "groups_per_step=4"])
     both = _tree(capsys, [*words, "groups_per_step=4", "schedule.max_live_prefixes=4"])
@@ -171,7 +172,7 @@ def test_every_hardware_file(name):
         (["parallel.etp=2"], "parallel.etp=2 cuts experts, but the model has none"),
         (["hardware.memory_bytes=0"], "hardware.memory_bytes must be at least 1, got 0"),
         (["prompt_length=99999999999999999999"], "prompt_length must be at most 2147483647"),
-        (["run_dir=/proc/x"], "run_dir=/proc/x lies in /proc"),
+        (["run_dir=/proc/x"], "run_dir=/proc/x can't be made: "),
     ],
 )
 def test_refusals(words, says):

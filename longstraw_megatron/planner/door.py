@@ -1,4 +1,4 @@
-"""`longstraw plan`: does a model at a prompt length fit some GPUs, in which layout, in what time. No GPU is touched."""
+"""The door of `longstraw plan`: one layout, or all of a number of GPUs."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from longstraw_megatron.checks import check_experts, check_place
+from longstraw_megatron.checks import check_experts, make_folder
 from longstraw_megatron.compose import load_config
 from longstraw_megatron.config import Config, PlanConfig, check_world_size
 from longstraw_megatron.config_effect import keys_without_effect
@@ -20,7 +20,9 @@ from longstraw_megatron.plan.dry_run import dry_run
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import MemoryPlan, StageMemory, plan_memory
 from longstraw_megatron.plan.search import check_layout, search_layouts
-from longstraw_megatron.plan.tables import (
+from longstraw_megatron.plan.time import plan_time
+from longstraw_megatron.plan.workload import Workload
+from longstraw_megatron.planner.tables import (
     LISTED,
     compare_dry_run,
     describe,
@@ -32,8 +34,6 @@ from longstraw_megatron.plan.tables import (
     ranks_of,
     ranks_of_node,
 )
-from longstraw_megatron.plan.time import plan_time
-from longstraw_megatron.plan.workload import Workload
 
 logger = logging.getLogger("longstraw_megatron")
 
@@ -70,7 +70,7 @@ def device_bytes(config: Config, num_gpus: int) -> float:
     return free_host_memory() / min(num_gpus, config.hardware.gpus_per_node)
 
 
-def plan_search(config: Config, num_gpus: int) -> int:
+def plan_search(config: Config, num_gpus: int, run_dir: Path) -> int:
     """Every layout of the GPUs."""
     budget = device_bytes(config, num_gpus)
     search = search_layouts(config, Workload.of(config), num_gpus, budget)
@@ -82,18 +82,12 @@ def plan_search(config: Config, num_gpus: int) -> int:
     best = (search.fitting or search.too_big)[:LISTED]
     if best:
         bars = [(layout_words(found.layout), found.memory.worst.items) for found in best]
-        _draw_memory(config, bars, f"{config.model.name} on {num_gpus} x {config.hardware.name}: worst rank", budget)
+        _draw_memory(run_dir, bars, f"{config.model.name} on {num_gpus} x {config.hardware.name}: worst rank", budget)
     return 0
 
 
-def _run_dir(config: Config) -> Path:
-    path = Path(config.run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _draw_memory(config: Config, bars, title: str, budget: float) -> None:
-    path = _run_dir(config) / MEMORY_PNG
+def _draw_memory(run_dir: Path, bars: list, title: str, budget: float) -> None:
+    path = run_dir / MEMORY_PNG
     draw_bars(bars, path, title=title, limit=budget)
     logger.info(f"memory as bars: {path}")
 
@@ -105,7 +99,7 @@ def _of_one_prompt(layout: Layout, memory: MemoryPlan) -> StageMemory:
     return plan_memory(one, num_groups=1).stages[memory.worst.pp_rank]
 
 
-def plan_layout(config: Config, num_gpus: int) -> int:
+def plan_layout(config: Config, num_gpus: int, run_dir: Path) -> int:
     """The layout of `parallel`."""
     check_world_size(config, num_gpus)
     check_experts(config)
@@ -135,9 +129,9 @@ def plan_layout(config: Config, num_gpus: int) -> int:
     elif result is not None:
         print("\n" + compare_dry_run(_of_one_prompt(layout, memory), result, seconds))
     bars = [(f"ranks {ranks_of(stage)}", stage.items) for stage in memory.stages]
-    _draw_memory(config, bars, describe(layout).split(", gradient")[0], budget)
+    _draw_memory(run_dir, bars, describe(layout).split(", gradient")[0], budget)
     if config.plan.draw:
-        path = _run_dir(config) / SCHEDULE_PNG
+        path = run_dir / SCHEDULE_PNG
         draw_png(step.report, path, title=layout_words(layout), unit="s")
         if not as_json:
             print("\n" + draw_text(step.report))
@@ -157,9 +151,13 @@ def main(overrides: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     logger.setLevel(logging.INFO)
     config = resolve_hardware(load_config(with_plan_keys(overrides)))
-    check_place("run_dir", config.run_dir)
-    if config.plan.search and config.plan.num_gpus is None:
-        raise RefusedError("plan.search=true needs the number of GPUs, got plan.num_gpus=null; set num_gpus=N.")
+    if config.plan.search:
+        for key in ("dry_run", "draw"):
+            if getattr(config.plan, key):
+                raise RefusedError(f"plan.{key}=true is for one layout, got plan.search=true; ask for one of the two.")
+        if config.plan.num_gpus is None:
+            raise RefusedError("plan.search=true needs the number of GPUs, got plan.num_gpus=null; set num_gpus=N.")
+    run_dir = make_folder("run_dir", config.run_dir)
     num_gpus = num_gpus_of(config)
     for warning in keys_without_effect(_some_layout(config, num_gpus)):
         logger.warning(warning)
@@ -167,8 +165,5 @@ def main(overrides: Sequence[str]) -> int:
         for word in overrides:
             if word.startswith("parallel"):
                 logger.warning(f"{word} has no effect: plan.search=true goes over all layouts.")
-        for key in ("dry_run", "draw"):
-            if getattr(config.plan, key):
-                raise RefusedError(f"plan.{key}=true is for one layout, got plan.search=true; ask for one of the two.")
-        return plan_search(config, num_gpus)
-    return plan_layout(config, num_gpus)
+        return plan_search(config, num_gpus, run_dir)
+    return plan_layout(config, num_gpus, run_dir)
