@@ -8,12 +8,11 @@ from typing import Any
 
 from longstraw_megatron.config import Config, ParallelConfig
 from longstraw_megatron.errors import RefusedError
-from longstraw_megatron.mcore.architectures import architecture_of, glm_dsa
 from longstraw_megatron.mcore.trainer import steps_of
 from longstraw_megatron.plan.items import ACTIVATIONS, Item
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import MemoryPlan, plan_memory
-from longstraw_megatron.plan.search import candidates, check_layout
+from longstraw_megatron.plan.search import candidates, check_layout, has_experts
 from longstraw_megatron.plan.workload import Workload
 
 SHORTEST_SEGMENT = 256
@@ -155,10 +154,9 @@ def _distance(a: ParallelConfig, b: ParallelConfig) -> float:
 
 def other_layout(config: Config, budget: Budget) -> Remedy | None:
     """The nearest other layout of as many GPUs that fits."""
-    has_experts = architecture_of(config.model.hf_config) is glm_dsa
-    sizes = ("tp", "cp", "pp", "ep") if has_experts else ("tp", "cp", "pp")
+    sizes = ("tp", "cp", "pp", "ep") if has_experts(config) else ("tp", "cp", "pp")
     others = sorted(
-        candidates(budget.num_gpus, has_experts=has_experts),
+        candidates(budget.num_gpus, has_experts=has_experts(config)),
         key=lambda other: (_distance(other, config.parallel), str(other)),
     )
     for parallel in others:

@@ -40,6 +40,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
+def has_experts(config: Config) -> bool:
+    return architecture_of(config.model.hf_config) is glm_dsa
+
+
 def candidates(num_gpus: int, *, has_experts: bool) -> Iterator[ParallelConfig]:
     """Every (tp, cp, pp, ep) whose products divide `num_gpus`; vpp and etp are 1, sequence parallelism where tp > 1."""
     for tp in _divisors(num_gpus):
@@ -81,9 +85,8 @@ def search_layouts(config: Config, workload: Workload, num_gpus: int, budget: fl
 
     Every data-parallel replica has a prompt group of its own: what counts is a step's seconds by the number of groups.
     """
-    has_experts = architecture_of(config.model.hf_config) is glm_dsa
     fitting, too_big, illegal = [], [], Counter()
-    for parallel in candidates(num_gpus, has_experts=has_experts):
+    for parallel in candidates(num_gpus, has_experts=has_experts(config)):
         try:
             candidate = dataclasses.replace(config, parallel=parallel)
             check_layout(candidate)

@@ -19,7 +19,7 @@ from longstraw_megatron.plan.draw import draw_png, draw_text
 from longstraw_megatron.plan.dry_run import dry_run
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import MemoryPlan, StageMemory, plan_memory
-from longstraw_megatron.plan.search import check_layout, search_layouts
+from longstraw_megatron.plan.search import candidates, check_layout, has_experts, search_layouts
 from longstraw_megatron.plan.time import plan_time
 from longstraw_megatron.plan.workload import Workload
 from longstraw_megatron.planner.tables import (
@@ -73,6 +73,8 @@ def device_bytes(config: Config, num_gpus: int) -> float:
 def plan_search(config: Config, num_gpus: int, run_dir: Path) -> int:
     """Every layout of the GPUs."""
     budget = device_bytes(config, num_gpus)
+    number = sum(1 for _ in candidates(num_gpus, has_experts=has_experts(config)))
+    logger.info(f"{number} layouts, about a tenth of a second each")
     search = search_layouts(config, Workload.of(config), num_gpus, budget)
     if config.format == "json":
         found = [layout_json(c.layout, c.memory, c.time, budget) for c in (*search.fitting, *search.too_big)]
