@@ -36,7 +36,7 @@ from longstraw_megatron.mcore.model import moe_layer_numbers, unwrap
 from longstraw_megatron.mcore.monitor import Monitor
 from longstraw_megatron.mcore.parallel import ParallelContext
 from longstraw_megatron.mcore.reductions import finalize_grads
-from longstraw_megatron.mcore.reuse import PrefixReuse, drift_sample, logprob_change
+from longstraw_megatron.mcore.reuse import PrefixReuse, drift_sample, logprob_change, loss_drift
 from longstraw_megatron.mcore.step_plan import count_units, plan_step
 from longstraw_megatron.schedule import Action, Op
 from longstraw_megatron.state import PrefixState, StateOptions
@@ -232,22 +232,25 @@ class Learner:
         old_logprobs: Logprobs,
         ref_logprobs: Logprobs,
     ) -> dict[str, float]:
-        """How old the prompts' state is, and what a fresh capture would change on the sample."""
+        """How old the prompts' state is, and what a fresh capture changes on a sample (`drift_sample`).
+
+        `state/reuse_age` is in optimizer steps, `state/reuse_logprob_change` the mean absolute change of a logprob in
+        nats, and `state/reuse_loss_drift` the change of the branch's loss as a fraction of the fresh one's absolute
+        value, absent where that is 0. The last two come with every `reuse_check_every`-th step of age.
+        """
         age, every = self.reuse.age_of(groups), self.options.reuse_check_every
         metrics = {"state/reuse_age": float(age)}
         if not age or every is None or age % every:
             return metrics
-        g, b = drift_sample(groups)
+        g, b = drift_sample(groups, [advantages.tolist() for advantages in self._advantages(groups)])
         branch, stale = groups[g].branches[b], logprobs[g, b]
         fresh = self.score([replace(groups[g], branches=(branch,))])[0, 0]
         if branch.old_logprobs is None:
             old_logprobs = {(g, b): stale} | old_logprobs
         objective = self._objective(groups, list(range(len(groups))), old_logprobs, ref_logprobs)
-        losses = [float(objective(g, b, torch.from_numpy(values)).loss) for values in (stale, fresh)]
-        return metrics | {
-            "state/reuse_logprob_change": logprob_change(stale, fresh, branch.mask),
-            "state/reuse_loss_drift": losses[1] - losses[0],
-        }
+        drift = loss_drift(*(float(objective(g, b, torch.from_numpy(values)).loss) for values in (stale, fresh)))
+        metrics["state/reuse_logprob_change"] = logprob_change(stale, fresh, branch.mask)
+        return metrics if drift is None else metrics | {"state/reuse_loss_drift": drift}
 
     def _advantages(self, groups: Sequence[PromptGroup]) -> list[torch.Tensor]:
         return [

@@ -1,8 +1,8 @@
 """A detached prompt's state kept over optimizer steps, and how far it is from a fresh one by then.
 
 State that older weights made is stale. The detached gradient may take it all the same; what that costs is measured on
-a sample, the shortest branch behind the shortest prompt of the step: its logprobs and its loss with a fresh capture of
-that prompt, which is then dropped.
+a sample, a branch that the step moves behind the shortest prompt that has one: its logprobs and its loss with a fresh
+capture of that prompt, which is then dropped.
 """
 
 from collections.abc import Sequence
@@ -61,13 +61,26 @@ class PrefixReuse:
             self._captured.append(_Captured(groups, [work.states for work in works]))
 
 
-def drift_sample(groups: Sequence[PromptGroup]) -> tuple[int, int]:
-    """(group, branch) that drift is measured on: the shortest prompt's shortest branch with a token in the loss."""
-    group = min(range(len(groups)), key=lambda g: (len(groups[g].prompt_tokens), g))
-    branches = groups[group].branches
-    return group, min(range(len(branches)), key=lambda b: (branches[b].num_loss_tokens == 0, len(branches[b]), b))
+def drift_sample(groups: Sequence[PromptGroup], advantages: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """(group, branch) that drift is measured on: of the shortest prompt, and of its branches the shortest.
+
+    Branches with a token in the loss and an advantage go first, since only their loss says something; then those
+    with such a token. `advantages` [groups][branches].
+    """
+
+    def order(place: tuple[int, int]) -> tuple:
+        group, branch = groups[place[0]], groups[place[0]].branches[place[1]]
+        is_masked = branch.num_loss_tokens == 0
+        return is_masked, float(advantages[place[0]][place[1]]) == 0, len(group.prompt_tokens), place[0], len(branch)
+
+    return min(((g, b) for g, group in enumerate(groups) for b in range(group.group_size)), key=order)
 
 
 def logprob_change(stale: np.ndarray, fresh: np.ndarray, mask: np.ndarray) -> float:
-    """Mean absolute difference over the tokens in the loss; 0 where there are none."""
+    """Mean absolute difference, in nats, over the tokens in the loss; 0 where there are none."""
     return float(np.abs(fresh - stale)[mask == 1].mean()) if mask.any() else 0.0
+
+
+def loss_drift(stale: float, fresh: float) -> float | None:
+    """(stale - fresh) / |fresh| of a branch's share of the loss, a fraction; None where the fresh one is 0."""
+    return (stale - fresh) / abs(fresh) if fresh else None

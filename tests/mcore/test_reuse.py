@@ -2,11 +2,13 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups
 from oracle import glm_config, make_model, qwen_config
 
+from longstraw_megatron.mcore.reuse import drift_sample, loss_drift
 from longstraw_megatron.schedule import Op
 from longstraw_megatron.testing import run_ranks
 
@@ -44,6 +46,20 @@ def _run(model, layout, *, change=0.0, num_steps=4):
 def model(request):
     is_qwen = request.param == "qwen"
     return make_model(qwen_config(num_hidden_layers=4) if is_qwen else glm_config(index_n_heads=4, num_hidden_layers=7))
+
+
+def _drifts(rank, world_size, layout, hf, weights, groups, change):
+    """State metrics of a second step, and logprobs of all branches with the kept state and with a fresh capture."""
+    learner, context = build_learner(layout, hf, detached=True)
+    fill_from_hf(learner.chunks, hf, weights, context.groups)
+    groups = prompt_groups(groups)
+    learner.compute_gradients(groups)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in learner.chunks[0].parameters():
+            parameter += change * torch.randn(parameter.shape, generator=generator)
+    _, stale = learner.compute_gradients(groups)
+    return dict(learner.state_metrics), stale, learner.score(groups)
 
 
 def _same(a, b):
@@ -87,3 +103,53 @@ def test_ranks_in_lockstep_prefill_together():
         assert _same(results[0][0], results[1][0]) and _same(results[0][0], results[2][0])
         assert [metrics["state/reuse_age"] for _, metrics, _ in results] == [0, 1, 0]
         assert results[1][1]["state/reuse_logprob_change"] < 1e-6
+
+
+def _measured(advantages):
+    """`_drifts` of a long prompt and a short one, with `advantages` [groups][branches]."""
+    model = make_model(qwen_config(num_hidden_layers=4))
+    hf = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    groups = [group | {"advantages": a} for group, a in zip(make_groups(*SHAPES), advantages, strict=True)]
+    layout = Layout(segment_length=16, reuse_steps=1, reuse_check_every=1)
+    ((metrics, stale, fresh),) = run_ranks(1, _drifts, layout, hf, dict(model.state_dict()), groups, 1e-3)
+    return metrics, stale, fresh
+
+
+def test_loss_drift_is_relative_and_of_a_branch_with_an_advantage():
+    """The short prompt's shortest branch has none. A loss is -A times the mean ratio to the logprobs of the kept state."""
+    metrics, stale, fresh = _measured([[1.0, -1.0], [-0.7, 0.0]])
+    place = (1, 0)
+    ratio = np.exp(fresh[place] - stale[place]).mean()
+    assert metrics["state/reuse_loss_drift"] == pytest.approx((1 - ratio) / ratio, rel=1e-4)
+    assert abs(metrics["state/reuse_loss_drift"]) > 1e-4
+    change = np.abs(fresh[place] - stale[place]).mean()
+    assert metrics["state/reuse_logprob_change"] == pytest.approx(change, rel=1e-6)
+
+
+def test_loss_drift_is_absent_where_the_loss_is_zero():
+    metrics, stale, fresh = _measured([[0.0, 0.0], [0.0, 0.0]])
+    assert set(metrics) == {"state/reuse_age", "state/reuse_logprob_change"}
+    assert metrics["state/reuse_logprob_change"] == pytest.approx(np.abs(fresh[1, 1] - stale[1, 1]).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "masks", "place"),
+    [
+        ([[1.0, -1.0], [1.0, -1.0]], {}, (1, 1)),
+        ([[1.0, -1.0], [1.0, 0.0]], {}, (1, 0)),
+        ([[1.0, -1.0], [0.0, 0.0]], {}, (0, 0)),
+        ([[0.0, 0.0], [0.0, 0.0]], {}, (1, 1)),
+        ([[1.0, -1.0], [1.0, -1.0]], {(1, 1)}, (1, 0)),
+        ([[0.0, 0.0], [1.0, -1.0]], {(1, 0), (1, 1)}, (0, 0)),
+    ],
+    ids=["shortest", "with an advantage", "in another group", "none has one", "not masked", "no token before no gain"],
+)
+def test_drift_is_measured_where_it_says_something(advantages, masks, place):
+    groups = make_groups(*SHAPES)
+    for g, group in enumerate(groups):
+        group["masks"] = [[int((g, b) not in masks)] * len(tokens) for b, tokens in enumerate(group["responses"])]
+    assert drift_sample(prompt_groups(groups), advantages) == place
+
+
+def test_loss_drift_is_signed_as_the_loss_moves():
+    assert loss_drift(-3.0, -2.0) == -0.5 and loss_drift(3.0, 2.0) == 0.5 and loss_drift(1.0, 0.0) is None
