@@ -255,6 +255,16 @@ def _check_offload(optimizer: OptimizerConfig, precision: str) -> None:
         )
 
 
+def copies_beside_prefix(optimizer: OptimizerConfig, state: StateConfig, precision: str) -> bool:
+    """Whether the update makes a float32 copy of bf16 main gradients while a prefix is still on the device.
+
+    The host's optimizer makes none there of what it updates; a prefix that is not used again is gone by then.
+    """
+    all_on_host = optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 1
+    copies = precision == "bf16" and not optimizer.grad_reduce_in_fp32 and not all_on_host
+    return copies and state.reuse_steps > 0 and state.location == "device"
+
+
 def _check(config: Config) -> None:
     for least, keys in AT_LEAST.items():
         for key in keys:
@@ -270,6 +280,13 @@ def _check(config: Config) -> None:
         raise RefusedError(
             f"state.reuse_steps={config.state.reuse_steps} needs gradient=detached, got exact, whose walk under new "
             "weights against old state is the gradient of nothing; set state.reuse_steps=0."
+        )
+    if copies_beside_prefix(optimizer, config.state, config.precision):
+        raise RefusedError(
+            f"state.reuse_steps={config.state.reuse_steps} needs an update without float32 copies of gradients while "
+            "it keeps a prefix on the device, got optimizer.grad_reduce_in_fp32=false, whose gradients the device's "
+            "optimizer copies; set optimizer.optimizer_cpu_offload=true for all parameters, state.location=host or "
+            "optimizer.grad_reduce_in_fp32=true."
         )
     if config.state.grad_rounding == "stochastic" and config.state.grad_dtype != "bf16":
         raise RefusedError(

@@ -1,8 +1,9 @@
 """Megatron's optimizer and learning-rate schedule from the run's keys."""
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -49,6 +50,19 @@ def build_optimizer(
         use_gloo_process_groups=False,
         pg_collection=context.groups,
     )
+
+
+def drop_grad_copies(optimizer: MegatronOptimizer) -> None:
+    """Free the float32 copies that a step made of bf16 main gradients; `main_grad` itself stays.
+
+    Megatron leaves them to the next step's `zero_grad`, which would come behind a whole prompt's prefill.
+    """
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,):
+        part.zero_grad(set_to_none=True)
+        inner = part.optimizer
+        # its copies on the device are gradients of float32 weights that Megatron's own zero_grad does not know
+        if isinstance(inner, HybridDeviceOptimizer) and inner.gpu_optimizer is not None:
+            inner.gpu_optimizer.zero_grad(set_to_none=True)
 
 
 def build_scheduler(

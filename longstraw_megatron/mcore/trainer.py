@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from longstraw_megatron.batch import PromptGroup
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.learner import Learner, Logprobs
+from longstraw_megatron.mcore.optimizer import drop_grad_copies
 from longstraw_megatron.mcore.weights import export_grads, save_hf_weights
 
 StepCallback = Callable[[int, dict[str, float]], None]
@@ -108,6 +109,7 @@ class Trainer:
             self.old_logprobs = self._missing_old(logprobs, indices)
         with learner.monitor.phase("optimizer"):
             success, grad_norm, _ = self.optimizer.step()
+            drop_grad_copies(self.optimizer)
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         seconds = time.perf_counter() - start

@@ -304,14 +304,11 @@ class _StagePlanner:
         return found
 
     def _update(self, kept: tuple[Item, ...]) -> dict[Item, int]:
-        """The optimizer's step: the prefix is gone, unless it is used again; low gradients get a float32 copy."""
+        """The optimizer's step: the prefix is gone, unless used again; the device copies low gradients to float32."""
         config = self.layout.config
         is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
-        copies = (
-            updated_parameters(self.layout, self.parameters) * FLOAT32
-            if is_low and not config.optimizer.optimizer_cpu_offload
-            else 0
-        )
+        on_device = updated_parameters(self.layout, self.parameters) - offloaded_parameters(self.layout, self.parameters)
+        copies = on_device * FLOAT32 if is_low else 0
         items = self._moment(kept) | {Item.STAGE_INPUTS: 0}
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
 

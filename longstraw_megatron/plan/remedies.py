@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,20 @@ def _longer_segments(config: Config) -> Key:
     return Key("segment_length", 4 * config.segment_length, (Item.BOUNDARIES,))
 
 
-def _other_keys(config: Config) -> Iterator[Key]:
-    """Keys that leave the segments, the layout and the gradient as they are."""
+def other_keys(config: Config) -> Iterator[Key]:
+    """Keys that leave the segments, the layout and the gradient as they are, and that `config` may have."""
+    return (key for key in _every_other_key(config) if _is_legal(key, config))
+
+
+def _is_legal(key: Key, config: Config) -> bool:
+    try:
+        key.put_in(config)
+    except RefusedError:
+        return False
+    return True
+
+
+def _every_other_key(config: Config) -> Iterator[Key]:
     state, optimizer, is_low = config.state, config.optimizer, config.precision == "bf16"
     kept = (Item.STATE, Item.STATE_GRADIENTS, Item.BOUNDARIES)
     if config.recompute != "full":
@@ -134,7 +146,7 @@ def _other_keys(config: Config) -> Iterator[Key]:
 
 def single_key(config: Config, budget: Budget, item: Item) -> Remedy | None:
     """The first key that is enough alone, those that help `item` first."""
-    keys = list(_other_keys(config))
+    keys = list(other_keys(config))
     if budget.shorter_segments_may_fit(config):
         # behind recompute and the microbatch, which cost less
         first = sum(key.name in ("recompute", "branches_per_microbatch") for key in keys)
@@ -173,7 +185,7 @@ def other_layout(config: Config, budget: Budget) -> Remedy | None:
 
 def _next_key(config: Config, budget: Budget, excess: float) -> Key | None:
     """The key that leaves the least excess, below `excess`; segments, whose schedules take long to plan, come last."""
-    found = {key: budget.excess(key.put_in(config)) for key in _other_keys(config)}
+    found = {key: budget.excess(key.put_in(config)) for key in other_keys(config)}
     best = min(found, key=found.__getitem__, default=None)
     if best is not None and found[best] < excess:
         return best
@@ -182,6 +194,16 @@ def _next_key(config: Config, budget: Budget, excess: float) -> Key | None:
         if key is not None and budget.excess(key.put_in(config)) < excess:
             return key
     return None
+
+
+def _without(name: str, keys: Iterable[Key], config: Config) -> Config | None:
+    """All keys but one; None where the others may not stand without it."""
+    try:
+        for key in keys:
+            config = config if key.name == name else key.put_in(config)
+    except RefusedError:
+        return None
+    return config
 
 
 def several_keys(config: Config, budget: Budget) -> Remedy | None:
@@ -195,10 +217,8 @@ def several_keys(config: Config, budget: Budget) -> Remedy | None:
         chosen[key.name] = key
         changed = key.put_in(changed)
     for name in reversed(list(chosen)):
-        fewer = config
-        for key in chosen.values():
-            fewer = fewer if key.name == name else key.put_in(fewer)
-        if budget.fits(fewer):
+        fewer = _without(name, chosen.values(), config)
+        if fewer is not None and budget.fits(fewer):
             del chosen[name]
             changed = fewer
     return Remedy(tuple(map(str, chosen.values())), changed)

@@ -1,4 +1,5 @@
-"""What takes memory off the device: main gradients in bf16, stage inputs on the host, no state when weights change."""
+"""What takes memory off the device: bf16 main gradients whose float32 copies are gone behind the step, stage inputs on
+the host, no state when weights change."""
 
 import gc
 import weakref
@@ -9,9 +10,11 @@ import torch
 from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups
 from oracle import glm_config, make_model, qwen_config
 
+from longstraw_megatron.compose import load_config
 from longstraw_megatron.mcore import engine
 from longstraw_megatron.mcore.model import BuildOptions, build_model, wrap_ddp
 from longstraw_megatron.mcore.parallel import init_parallel
+from longstraw_megatron.mcore.session import build_trainer
 from longstraw_megatron.testing import run_ranks
 from longstraw_megatron.testing.memory import peak_memory
 
@@ -70,6 +73,44 @@ def test_no_prefix_state_is_left_when_the_optimizer_steps(config, detached):
     layout, weights = Layout(segment_length=16, recompute="full"), dict(model.state_dict())
     ((made, left),) = run_ranks(1, _states_left, layout, hf_of(model), weights, raw, detached)
     assert made == 2 and left == 0
+
+
+def _copies_left(rank, world_size, raw, words):
+    """How many gradients the device's AdamW has in the update, and behind the step."""
+    config = load_config(["precision=bf16", "device=cpu", "optimizer.grad_reduce_in_fp32=false", *words])
+    context = init_parallel(config.parallel, device=torch.device("cpu"), seed=1, timeout_s=60)
+    trainer = build_trainer(config, prompt_groups(raw), context)
+    (megatron,) = trainer.optimizer.chained_optimizers
+    adamw = getattr(megatron.optimizer, "gpu_optimizer", megatron.optimizer)
+
+    def copies() -> int:
+        return sum(p.grad is not None for group in adamw.param_groups for p in group["params"])
+
+    in_update = []
+    adamw.register_step_pre_hook(lambda *_: in_update.append(copies()))
+    weights = [p.detach().clone() for p in trainer.learner.chunks[0].parameters()]
+    trainer.train_step(0, [0])
+    now = trainer.learner.chunks[0].parameters()
+    assert any(not torch.equal(p, before) for p, before in zip(now, weights, strict=True))
+    assert all(p.main_grad.dtype == torch.bfloat16 for p in trainer.learner.chunks[0].parameters())
+    return *in_update, copies()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (1, []),
+        (2, []),
+        (1, ["optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=0.5"]),
+    ],
+    ids=["one rank", "distributed", "half of it on the host"],
+)
+def test_float32_copies_of_gradients_are_gone_behind_the_step(world_size, words):
+    """Megatron keeps them to the next step's zero_grad: they would lie beside the next prompt's prefix."""
+    for in_update, left in run_ranks(
+        world_size, _copies_left, make_groups((20, [4, 3])), ["optimizer.lr=1e-2", *words]
+    ):
+        assert in_update > 0 and left == 0
 
 
 def _with_inputs_at(rank, world_size, layout, hf, weights, raw):

@@ -116,7 +116,7 @@ def _measured(advantages):
 
 
 def test_loss_drift_is_relative_and_of_a_branch_with_an_advantage():
-    """The short prompt's shortest branch has none. A loss is -A times the mean ratio to the logprobs of the kept state."""
+    """The short prompt's shortest branch has none. A loss is -A times the mean ratio to the kept state's logprobs."""
     metrics, stale, fresh = _measured([[1.0, -1.0], [-0.7, 0.0]])
     place = (1, 0)
     ratio = np.exp(fresh[place] - stale[place]).mean()

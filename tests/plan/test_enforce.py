@@ -14,7 +14,7 @@ from longstraw_megatron.config import resolve_auto
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.plan.enforce import refuse_too_big
 from longstraw_megatron.plan.items import Item
-from longstraw_megatron.plan.remedies import Budget
+from longstraw_megatron.plan.remedies import Budget, other_keys
 from longstraw_megatron.plan.workload import Workload
 
 WORDS = ["model=tiny_qwen_hybrid", "segment_length=1024"]
@@ -140,3 +140,28 @@ def test_the_allowance_is_that_of_the_device():
     assert _on_cuda("hardware=h100", "hardware.reserved_bytes=7e9").hardware.reserved_bytes == 7e9
     config = resolve_auto(load_config([*WORDS, "hardware=h100"]), cuda_available=False)
     assert run_hardware(config).reserved_bytes == 0
+
+
+def test_a_refused_key_is_no_advice():
+    """bf16 gradients are not offered where they may not stand beside a kept prefix."""
+    words = ("precision=bf16", "gradient=detached", "recompute=full")
+
+    def advice(*more: str) -> list[str]:
+        return [str(key) for key in other_keys(_config(*words, *more))]
+
+    low = "optimizer.grad_reduce_in_fp32=false"
+    assert low in advice() and low not in advice("state.reuse_steps=2")
+    assert low in advice("state.reuse_steps=2", "state.location=host")
+
+
+def test_the_update_copies_what_the_device_updates():
+    """bf16 gradients in float32: of all parameters, of half of them, of none."""
+    words = ("precision=bf16", "optimizer.grad_reduce_in_fp32=false")
+
+    def gradients(*more: str) -> int:
+        phases = _worst(_config(*words, *more), Workload.of_groups(GROUPS), 1).phases
+        return phases["update"][Item.GRADIENTS] - phases["replay"][Item.GRADIENTS]
+
+    host = "optimizer.optimizer_cpu_offload=true"
+    assert gradients() > 0 and gradients(host) == 0
+    assert gradients(host, "optimizer.optimizer_offload_fraction=0.5") == pytest.approx(gradients() / 2, rel=1e-3)
