@@ -1,6 +1,43 @@
-"""Keys that a run sets and that change nothing in it: said, not refused, since runs share files of keys."""
+"""Keys that a run sets and that change nothing in it, or cost it more than they seem to: said, not refused."""
 
+from collections.abc import Sequence
+
+from longstraw_megatron.batch import PromptGroup, assign_groups, split_microbatches
 from longstraw_megatron.config import Config
+
+# Terms of a sum in bf16 by which its own error has passed that of a gradient in bf16: docs/precision.md, measured.
+MAX_BF16_TERMS = 64
+
+
+def gradient_terms(config: Config, groups: Sequence[PromptGroup], dp_size: int) -> int:
+    """Backwards of a step over `groups`, each of which adds to every `main_grad`, on the rank that has most of them."""
+    exact, block = config.gradient == "exact", config.response_block
+
+    def terms(group: PromptGroup) -> int:
+        segments = -(-len(group.prefix_tokens) // config.segment_length) if exact else 0
+        microbatches = split_microbatches(group, config.branches_per_microbatch, block)
+        longest = [max(len(group.branches[i]) for i in microbatch) for microbatch in microbatches]
+        return segments + sum(1 if block is None else max(1, -(-length // block)) for length in longest)
+
+    costs = [group.cost(exact=exact, recompute=config.recompute == "full") for group in groups]
+    return max(sum(terms(groups[i]) for i in of_rank) for of_rank in assign_groups(costs, dp_size))
+
+
+def rounding_advice(config: Config, steps: Sequence[Sequence[PromptGroup]], dp_size: int) -> list[str]:
+    """A sentence where bf16 main gradients would lose more than a gradient in bf16 is off by; `steps` has their groups.
+
+    `precision` is resolved.
+    """
+    if config.optimizer.grad_reduce_in_fp32 or config.precision != "bf16":
+        return []
+    terms = max(gradient_terms(config, groups, dp_size) for groups in steps)
+    if terms <= MAX_BF16_TERMS:
+        return []
+    return [
+        f"optimizer.grad_reduce_in_fp32=false rounds sums of {terms} gradients a step to bf16, which above "
+        f"{MAX_BF16_TERMS} costs more than bf16's own error (docs/precision.md); a longer segment_length, more "
+        "branches_per_microbatch or fewer groups_per_step make them fewer, optimizer.grad_reduce_in_fp32=true exact."
+    ]
 
 
 def keys_without_effect(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from longstraw_megatron.checks import check_experts, check_place
 from longstraw_megatron.comm.failure import PeerError
 from longstraw_megatron.compose import load_config, run_hardware
 from longstraw_megatron.config import Config, check_world_size, resolve_auto
-from longstraw_megatron.config_effect import keys_without_effect
+from longstraw_megatron.config_effect import keys_without_effect, rounding_advice
 from longstraw_megatron.errors import NonFiniteError, RefusedError
 from longstraw_megatron.logging import MetricsWriter, Progress, format_bytes, format_table
 from longstraw_megatron.rollouts import length_warnings, read_rollouts
@@ -167,6 +167,7 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
     from longstraw_megatron.mcore.parallel import init_parallel, pick_device
     from longstraw_megatron.mcore.resume import find_resume
     from longstraw_megatron.mcore.session import build_trainer
+    from longstraw_megatron.mcore.trainer import steps_of
 
     device = pick_device(config.device)
     if device.type == "cpu":
@@ -176,6 +177,8 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
     resume_from = find_resume(config, groups)
     warnings = length_warnings(groups, config.model.hf_config.get("max_position_embeddings"))
     warnings += keys_without_effect(config)
+    steps = [[groups[i] for i in step] for step in steps_of(len(groups), config.groups_per_step)]
+    warnings += rounding_advice(config, steps, context.groups.dp.size())
     warnings += past_exports(config, 0 if resume_from is None else resume_from.step)
     for warning in warnings if context.is_first else ():
         logger.warning(warning)

@@ -7,13 +7,15 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from longstraw_megatron.batch import Branch, PromptGroup
 from longstraw_megatron.compose import config_dir, load_config
 from longstraw_megatron.config import Config, build_config, check_world_size, get_key, resolve_auto
-from longstraw_megatron.config_effect import keys_without_effect
+from longstraw_megatron.config_effect import MAX_BF16_TERMS, gradient_terms, keys_without_effect, rounding_advice
 from longstraw_megatron.config_tree import leaf_keys
 from longstraw_megatron.errors import RefusedError
 
@@ -279,6 +281,39 @@ def test_an_installed_wheel_composes_too(tmp_path):
     assert result.stdout.split() == [str(site / "longstraw_megatron" / "hydra_configs"), "glm_5_2"], result.stderr
 
 
+LOW_BESIDE_PREFIX = ["gradient=detached", "state.reuse_steps=2", "optimizer.grad_reduce_in_fp32=false"]
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=0.5"]]
+)
+def test_no_float32_copies_of_gradients_beside_a_kept_prefix(more):
+    """The prefix is on the device, and so is what the optimizer copies, whether all of it or half."""
+    with pytest.raises(RefusedError, match=r"state.reuse_steps=2 needs an update without float32 copies"):
+        load_config([*LOW_BESIDE_PREFIX, "precision=bf16", *more])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16", "optimizer.optimizer_cpu_offload=true"],
+        ["precision=bf16", "state.location=host"],
+        ["precision=bf16", "optimizer.grad_reduce_in_fp32=true"],
+        ["precision=bf16", "state.reuse_steps=0"],
+        ["precision=fp32"],
+    ],
+)
+def test_what_the_refusal_advises_is_taken(words):
+    load_config([*LOW_BESIDE_PREFIX, *words])
+
+
+def test_auto_precision_is_judged_when_it_is_known():
+    config = load_config(LOW_BESIDE_PREFIX)
+    assert resolve_auto(config, cuda_available=False).precision == "fp32"
+    with pytest.raises(RefusedError, match="float32 copies of gradients"):
+        resolve_auto(config, cuda_available=True)
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -296,3 +331,35 @@ def test_a_key_without_effect_is_said(words, key):
     assert sentence.startswith(f"{key} has no effect: ")
     has_effect = ["precision=bf16", "parallel.pp=2", "response_block=8", "objective.kl_coef=0.1"]
     assert said(*has_effect) == []
+
+
+def _group(prompt: int, *responses: int) -> PromptGroup:
+    branches = tuple(Branch(np.zeros(length, np.int64), reward=0.0) for length in responses)
+    return PromptGroup("g", np.zeros(prompt, np.int64), branches)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "dp_size", "terms"),
+    [
+        ([], [_group(1001, 5, 5, 5)], 1, 10 + 3),
+        (["branches_per_microbatch=2"], [_group(1001, 5, 5, 5)], 1, 10 + 2),
+        (["gradient=detached"], [_group(1001, 5, 5, 5)], 1, 3),
+        (["response_block=4"], [_group(1002, 9, 4, 1)], 1, 11 + 3 + 1 + 1),
+        ([], [_group(1001, 5), _group(201, 5), _group(101, 5)], 1, 11 + 3 + 2),
+        ([], [_group(1001, 5), _group(201, 5), _group(101, 5)], 2, 11),
+        ([], [_group(1, 5)], 4, 1),
+    ],
+)
+def test_terms_of_a_gradient(words, groups, dp_size, terms):
+    assert gradient_terms(load_config(["segment_length=100", *words]), groups, dp_size) == terms
+
+
+def test_bf16_gradients_of_many_terms_are_warned_of():
+    """By the step with most terms, and only where gradients are in bf16 and those are too many."""
+    low = ["precision=bf16", "optimizer.grad_reduce_in_fp32=false", "segment_length=100"]
+    few, many = [_group(100 * MAX_BF16_TERMS - 99, 5)], [_group(100 * MAX_BF16_TERMS + 1, 5)]
+    assert rounding_advice(load_config(low), [few, few], 1) == []
+    (sentence,) = rounding_advice(load_config(low), [few, many], 1)
+    assert f"sums of {MAX_BF16_TERMS + 1} gradients" in sentence and "docs/precision.md" in sentence
+    for words in (["precision=fp32"], ["optimizer.grad_reduce_in_fp32=true"], ["segment_length=200"]):
+        assert rounding_advice(load_config([*low, *words]), [few, many], 1) == []

@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "config_tree": (("errors",), ()),
     "hf_config": (("errors",), ()),
     "config": (("errors", "config_tree", "hf_config", "functional.objective_config"), ()),
-    "config_effect": (("config",), ()),
+    "config_effect": (("config", "batch"), ()),
     "checks": (("errors", "config"), ()),
     "batch": (("errors",), ()),
     "functional": (("errors",), ()),

@@ -307,7 +307,9 @@ class _StagePlanner:
         """The optimizer's step: the prefix is gone, unless used again; the device copies low gradients to float32."""
         config = self.layout.config
         is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
-        on_device = updated_parameters(self.layout, self.parameters) - offloaded_parameters(self.layout, self.parameters)
+        on_device = updated_parameters(self.layout, self.parameters) - offloaded_parameters(
+            self.layout, self.parameters
+        )
         copies = on_device * FLOAT32 if is_low else 0
         items = self._moment(kept) | {Item.STAGE_INPUTS: 0}
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
