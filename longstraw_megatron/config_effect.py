@@ -40,9 +40,13 @@ def rounding_advice(config: Config, steps: Sequence[Sequence[PromptGroup]], dp_s
     ]
 
 
-def keys_without_effect(config: Config) -> list[str]:
-    """A sentence for each key away from its default that this run can't use; `device` and `precision` are resolved."""
-    state, found = config.state, []
+def keys_without_effect(config: Config, longest_response: int) -> list[str]:
+    """A sentence for each key away from its default that this run can't use; `device` and `precision` are resolved.
+
+    `longest_response` is in tokens.
+    """
+    state, block, found = config.state, config.response_block, []
+    in_blocks = block is not None and block < longest_response
 
     def note(key: str, value: object, reason: str) -> None:
         found.append(f"{key}={value} has no effect: {reason}.")
@@ -51,7 +55,12 @@ def keys_without_effect(config: Config) -> list[str]:
         note("optimizer.grad_reduce_in_fp32", "false", f"precision={config.precision} takes equal ones")
     if state.stage_inputs == "host" and config.parallel.pp == 1:
         note("state.stage_inputs", "host", "with parallel.pp=1 no stage gets its inputs from another")
-    if config.gradient == "detached" and config.response_block is None:
+    if block is not None and not in_blocks:
+        note("response_block", block, f"no response has more than {longest_response} tokens")
+    if state.reuse_check_every != 1 and not state.reuse_steps:
+        every = "null" if state.reuse_check_every is None else state.reuse_check_every
+        note("state.reuse_check_every", every, "with state.reuse_steps=0 no state is kept")
+    if config.gradient == "detached" and not in_blocks:
         # a prompt that is not walked back and whole responses have no sums of state gradients
         if state.grad_dtype != "auto":
             note("state.grad_dtype", state.grad_dtype, "gradient=detached with whole responses has none")

@@ -176,7 +176,7 @@ def run(config: Config, groups: list[PromptGroup]) -> None:
     progress = Progress(enabled=context.is_first)
     resume_from = find_resume(config, groups)
     warnings = length_warnings(groups, config.model.hf_config.get("max_position_embeddings"))
-    warnings += keys_without_effect(config)
+    warnings += keys_without_effect(config, max(max(group.response_lengths) for group in groups))
     steps = [[groups[i] for i in step] for step in steps_of(len(groups), config.groups_per_step)]
     warnings += rounding_advice(config, steps, context.groups.dp.size())
     warnings += past_exports(config, 0 if resume_from is None else resume_from.step)

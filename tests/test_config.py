@@ -321,15 +321,19 @@ def test_auto_precision_is_judged_when_it_is_known():
         (["state.stage_inputs=host"], "state.stage_inputs=host"),
         (["gradient=detached", "state.grad_dtype=bf16"], "state.grad_dtype=bf16"),
         (["reference.hf_path=/nowhere"], "reference.hf_path=/nowhere"),
+        (["response_block=16"], "response_block=16"),
+        (["state.reuse_check_every=3"], "state.reuse_check_every=3"),
+        (["state.reuse_check_every=null"], "state.reuse_check_every=null"),
     ],
 )
 def test_a_key_without_effect_is_said(words, key):
     def said(*more: str) -> list[str]:
-        return keys_without_effect(resolve_auto(load_config([*words, *more]), cuda_available=False))
+        return keys_without_effect(resolve_auto(load_config([*words, *more]), cuda_available=False), 16)
 
     (sentence,) = said()
     assert sentence.startswith(f"{key} has no effect: ")
     has_effect = ["precision=bf16", "parallel.pp=2", "response_block=8", "objective.kl_coef=0.1"]
+    has_effect += ["state.reuse_steps=1", "gradient=detached"] if "reuse" in key else []
     assert said(*has_effect) == []
 
 

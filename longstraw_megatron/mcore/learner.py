@@ -236,13 +236,17 @@ class Learner:
 
         `state/reuse_age` is in optimizer steps, `state/reuse_logprob_change` the mean absolute change of a logprob in
         nats, and `state/reuse_loss_drift` the change of the branch's loss as a fraction of the fresh one's absolute
-        value, absent where that is 0. The last two come with every `reuse_check_every`-th step of age.
+        value, absent where that is 0. The last two come with every `reuse_check_every`-th step of age, if any prompt
+        has a state to reuse.
         """
         age, every = self.reuse.age_of(groups), self.options.reuse_check_every
         metrics = {"state/reuse_age": float(age)}
         if not age or every is None or age % every:
             return metrics
-        g, b = drift_sample(groups, [advantages.tolist() for advantages in self._advantages(groups)])
+        sample = drift_sample(groups, [advantages.tolist() for advantages in self._advantages(groups)])
+        if sample is None:
+            return metrics
+        g, b = sample
         branch, stale = groups[g].branches[b], logprobs[g, b]
         fresh = self.score([replace(groups[g], branches=(branch,))])[0, 0]
         if branch.old_logprobs is None:

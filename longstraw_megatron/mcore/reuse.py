@@ -61,11 +61,12 @@ class PrefixReuse:
             self._captured.append(_Captured(groups, [work.states for work in works]))
 
 
-def drift_sample(groups: Sequence[PromptGroup], advantages: Sequence[Sequence[float]]) -> tuple[int, int]:
+def drift_sample(groups: Sequence[PromptGroup], advantages: Sequence[Sequence[float]]) -> tuple[int, int] | None:
     """(group, branch) that drift is measured on: of the shortest prompt, and of its branches the shortest.
 
     Branches with a token in the loss and an advantage go first, since only their loss says something; then those
-    with such a token. `advantages` [groups][branches].
+    with such a token. A prompt of one token leaves no state that could drift; None where there are no others.
+    `advantages` [groups][branches].
     """
 
     def order(place: tuple[int, int]) -> tuple:
@@ -73,7 +74,8 @@ def drift_sample(groups: Sequence[PromptGroup], advantages: Sequence[Sequence[fl
         is_masked = branch.num_loss_tokens == 0
         return is_masked, float(advantages[place[0]][place[1]]) == 0, len(group.prompt_tokens), place[0], len(branch)
 
-    return min(((g, b) for g, group in enumerate(groups) for b in range(group.group_size)), key=order)
+    places = ((g, b) for g, group in enumerate(groups) if len(group.prefix_tokens) for b in range(group.group_size))
+    return min(places, key=order, default=None)
 
 
 def logprob_change(stale: np.ndarray, fresh: np.ndarray, mask: np.ndarray) -> float:

@@ -161,7 +161,7 @@ def main(overrides: Sequence[str]) -> int:
             raise RefusedError("plan.search=true needs the number of GPUs, got plan.num_gpus=null; set num_gpus=N.")
     run_dir = make_folder("run_dir", config.run_dir)
     num_gpus = num_gpus_of(config)
-    for warning in keys_without_effect(_some_layout(config, num_gpus)):
+    for warning in keys_without_effect(_some_layout(config, num_gpus), config.response_length):
         logger.warning(warning)
     if config.plan.search:
         for word in overrides:

@@ -151,5 +151,11 @@ def test_drift_is_measured_where_it_says_something(advantages, masks, place):
     assert drift_sample(prompt_groups(groups), advantages) == place
 
 
+def test_prompts_of_one_token_have_no_state_to_drift():
+    groups = prompt_groups(make_groups((1, [6, 9]), *SHAPES))
+    assert drift_sample(groups, [[1.0, -1.0]] * 3) == (2, 1)
+    assert drift_sample(groups[:1], [[1.0, -1.0]]) is None
+
+
 def test_loss_drift_is_signed_as_the_loss_moves():
     assert loss_drift(-3.0, -2.0) == -0.5 and loss_drift(3.0, 2.0) == 0.5 and loss_drift(1.0, 0.0) is None
