@@ -100,7 +100,7 @@ def dry_run(
             f"{which} had no result after {timeout_s:g} s, and was ended; leave dry_run=true out, or try it on a "
             "machine that is less busy."
         )
-    if code:
+    if code or not stdout.strip():
         said = stderr.strip() or "nothing"
         raise DryRunError(
             f"{which} ended with exit {code}, and said {said.splitlines()[-1]!r}; {_log(config, said)} has all that it "

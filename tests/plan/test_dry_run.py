@@ -189,7 +189,7 @@ def worker(tmp_path, monkeypatch):
 
 # says when it is there, then never ends
 SLEEPER = "import os, time\nopen(FOLDER + '/part', 'w').write(str(os.getpid()))\n"
-SLEEPER += "os.rename(FOLDER + '/part', FOLDER + '/pid')\ntime.sleep(600)\n"
+SLEEPER += "os.rename(FOLDER + '/part', FOLDER + '/pid')\ntime.sleep(60)\n"
 PLAN = ["plan", "plan.dry_run=true", "prompt_length=64", "response_length=8"]
 
 
@@ -233,7 +233,15 @@ def test_the_process_ends_with_the_one_that_began_it(tmp_path):
     assert _is_gone(tmp_path)
 
 
-def test_an_interrupt_ends_the_process(worker, tmp_path, capsys):
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in its background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_process(worker, tmp_path, capsys, interruptible):
     worker(SLEEPER)
 
     def interrupt():
