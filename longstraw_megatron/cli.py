@@ -14,6 +14,18 @@ COMMANDS = {
     "doctor": ("longstraw_megatron.doctor", "versions, devices, kernels, and what to do about what is missing"),
     "plan": ("longstraw_megatron.planner", "memory by item and seconds by phase of a layout, or of all of them"),
 }
+# What a command's own keys are; the others are those of training.
+OWN_KEYS = {
+    "plan": (
+        "  prompt_length= response_length= group_size= groups_per_step=   the workload",
+        "  hardware=h20_96gb|h20_141gb|h100|h200|b200|cpu  num_gpus=N      the devices",
+        "  search=true        every layout of num_gpus, the fastest that fits first",
+        "  dry_run=true       the worst rank's real modules, on tensors without memory",
+        "  draw=true          the schedule, as text and as a picture",
+        "  format=table|json",
+    ),
+    "bench": ("  prompt_length= response_length= group_size=   the workload", "  bench.repeats=N  format=table|json"),
+}
 KEYS = "hydra_configs/config.yaml has every key with its default, longstraw_megatron/config.py what each means."
 REFUSED, FAILED, INTERRUPTED, CLOSED = 2, 1, 130, 141  # the last two as a shell has them: 128 + signal
 
@@ -40,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if words else REFUSED
     command, overrides = words[0], words[1:]
     if command in COMMANDS and {"-h", "--help"} & set(overrides):
-        print(f"{command}: {COMMANDS[command][1]}\n\n{usage()}\n{KEYS}")
+        print("\n".join((f"longstraw {command}: {COMMANDS[command][1]}", *OWN_KEYS.get(command, ()), KEYS)))
         return 0
     try:
         if command not in COMMANDS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longstraw_megatron import doctor, train
 from longstraw_megatron.cli import main
+from longstraw_megatron.compose import config_dir
 from longstraw_megatron.rollouts import read_rollouts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -64,7 +65,10 @@ def test_a_full_disk_is_one_line(capsys, monkeypatch):
 
 def test_every_command_has_help(capsys):
     assert main(["plan", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("plan: memory by item")
+    said = capsys.readouterr().out
+    assert said.startswith("longstraw plan: memory by item") and "search=true" in said
+    chosen = sorted(path.stem for path in (config_dir() / "hardware").glob("[!_]*.yaml"))
+    assert sorted(said.split("hardware=")[1].split()[0].split("|")) == chosen
 
 
 def test_the_demos_rollouts_are_the_manual(tmp_path):
