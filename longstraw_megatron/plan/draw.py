@@ -49,6 +49,17 @@ def _cell(label: str, action: Action, width: int) -> str:
     return action.op.value[:width]
 
 
+def _kinds(report: PlanReport) -> list[Op]:
+    """The kinds of actions that occur."""
+    present = {span.action.op for spans in report.timeline for span in spans}
+    return [op for op in COLORS if op in present]
+
+
+def legend(report: PlanReport) -> str:
+    """What the letters of `draw_text` stand for."""
+    return "a rank of the pipeline a line; " + ", ".join(f"{op.value} {NAMES[op]}" for op in _kinds(report))
+
+
 def _summary(report: PlanReport) -> str:
     return f"makespan {report.makespan:g}, bubble {100 * report.bubble_fraction:.1f} %"
 
@@ -80,12 +91,17 @@ def draw_png(report: PlanReport, path: str | Path, *, title: str = "", unit: str
     figure = Figure(figsize=(16, 1.6 + 0.5 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for op, color in COLORS.items():
+    points_per_unit = 15 * 72 / report.makespan if report.makespan else 0
+    for op in _kinds(report):
+        color = COLORS[op]
         for pp_rank, row in enumerate(rows):
             bars = [(span.start, span.end - span.start) for span, _ in row if span.action.op is op]
-            axes.broken_barh(bars, (pp_rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+            # an edge of half a point would hide a bar that is hardly wider
+            thinnest = min((length for _, length in bars), default=0) * points_per_unit
+            axes.broken_barh(
+                bars, (pp_rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=min(0.5, thinnest / 8)
+            )
         axes.plot([], [], color=color, linewidth=6, label=NAMES[op])
-    points_per_unit = 15 * 72 / report.makespan if report.makespan else 0
     for pp_rank, row in enumerate(rows):
         for span, label in row:
             if (span.end - span.start) * points_per_unit > 4 * len(label):

@@ -15,7 +15,7 @@ from longstraw_megatron.config_effect import keys_without_effect
 from longstraw_megatron.errors import RefusedError
 from longstraw_megatron.mcore.monitor import free_host_memory
 from longstraw_megatron.plan.bars import draw_bars
-from longstraw_megatron.plan.draw import draw_png, draw_text
+from longstraw_megatron.plan.draw import draw_png, draw_text, legend
 from longstraw_megatron.plan.dry_run import dry_run
 from longstraw_megatron.plan.layout import Layout
 from longstraw_megatron.plan.memory import MemoryPlan, StageMemory, plan_memory
@@ -136,7 +136,7 @@ def plan_layout(config: Config, num_gpus: int, run_dir: Path) -> int:
         path = run_dir / SCHEDULE_PNG
         draw_png(step.report, path, title=layout_words(layout), unit="s")
         if not as_json:
-            print("\n" + draw_text(step.report))
+            print(f"\n{draw_text(step.report)}\n{legend(step.report)}; in seconds")
         logger.info(f"schedule as a timeline: {path}")
     return 0
 

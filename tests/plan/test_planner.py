@@ -25,6 +25,8 @@ def test_table_pictures_and_schedule(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "tiny_qwen_hybrid, PP2 on 2 x cpu" in said and "state gradients" in said and "makespan" in said
     assert said.count("rank 1 |") == 1
+    kinds = "P prefill, F branch forward, B branch backward, W prompt backward"
+    assert f"a rank of the pipeline a line; {kinds}; in seconds" in said
     for name in ("plan_memory.png", "plan_schedule.png"):
         assert len(set(Image.open(tmp_path / name).convert("RGB").get_flattened_data())) > 20
 
