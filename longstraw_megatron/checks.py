@@ -1,4 +1,4 @@
-"""What both training and the planner refuse of a command before they begin."""
+"""What training and the planner refuse of a command before they begin."""
 
 import os
 from pathlib import Path

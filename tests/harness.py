@@ -24,6 +24,7 @@ from longstraw_megatron.mcore.weights import megatron_state_from_hf, named_weigh
 from longstraw_megatron.mcore.weights.gradients import complete_gradients
 from longstraw_megatron.mcore.weights.names import tp_of
 from longstraw_megatron.mcore.weights.table import entries_of
+from longstraw_megatron.schedule import Action
 from longstraw_megatron.state import OnDevice, StateOptions
 from longstraw_megatron.testing import run_ranks
 
@@ -144,6 +145,19 @@ def after_updates(groups: list[dict], truth: DenseResult, *, seed: int = 0) -> l
         group | {"old_logprobs": [moved(truth.logprobs[g, b]) for b in range(len(group["responses"]))]}
         for g, group in enumerate(groups)
     ]
+
+
+def recorded_actions(learner: Learner) -> list[Action]:
+    """A list that has the actions of the learner's last step, or pass, from now on."""
+    executed: list[Action] = []
+    run = learner.engine.run
+
+    def spy(actions, works, **kwargs):
+        executed[:] = actions
+        return run(actions, works, **kwargs)
+
+    learner.engine.run = spy
+    return executed
 
 
 def build_learner(

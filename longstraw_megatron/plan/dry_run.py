@@ -8,6 +8,7 @@ process, and those of a dry run are fake.
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def _log(config: Config, said: str) -> Path:
 def _run_worker(job: str, timeout_s: float) -> tuple[int | None, str, str]:
     """Exit code, stdout and stderr of the process; None for the code where it takes longer."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", WORKER]
+    command = [sys.executable, "-m", WORKER, str(os.getpid())]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
         try:
             stdout, stderr = process.communicate(job, timeout=timeout_s)

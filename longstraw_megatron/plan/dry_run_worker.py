@@ -1,4 +1,7 @@
-"""The process of a dry run. stdin: the job of `dry_run`, JSON; last line of stdout: its result, or what is refused."""
+"""The process of a dry run, whose argument is the process that began it.
+
+stdin: the job of `dry_run`, JSON; last line of stdout: its result, or what is refused.
+"""
 
 import ctypes
 import dataclasses
@@ -209,16 +212,18 @@ def resolved(config: Config) -> Config:
     return dataclasses.replace(config, device=device, precision=precision)
 
 
-def end_with_parent() -> None:
-    """Linux: this process is killed when the one that started it is gone, however that ended."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Linux: this process is killed when `parent`, which started it, is gone, however that ended.
+
+    It may be gone by now: the imports of this module take seconds.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> int:
-    end_with_parent()
+    end_with_parent(int(sys.argv[1]))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     job = json.loads(sys.stdin.read())
     workload = Workload(job["prompt_length"], tuple(job["response_lengths"]))

@@ -307,9 +307,8 @@ class _StagePlanner:
         """The optimizer's step: the prefix is gone, unless used again; the device copies low gradients to float32."""
         config = self.layout.config
         is_low = not config.optimizer.grad_reduce_in_fp32 and self.layout.shape.itemsize < FLOAT32
-        on_device = updated_parameters(self.layout, self.parameters) - offloaded_parameters(
-            self.layout, self.parameters
-        )
+        what = self.layout, self.parameters
+        on_device = updated_parameters(*what) - offloaded_parameters(*what)
         copies = on_device * FLOAT32 if is_low else 0
         items = self._moment(kept) | {Item.STAGE_INPUTS: 0}
         return items | {Item.GRADIENTS: items[Item.GRADIENTS] + copies}
@@ -331,23 +330,20 @@ def kept_prefixes(config: Config, dp_size: int, steps: Sequence[int] | None = No
     return sum(per_rank[:kept]) + (config.state.reuse_check_every is not None)
 
 
-def _live_groups(layout: Layout) -> int:
-    """Groups beyond those whose prefixes live at once find a rank as it was."""
-    return min(layout.num_groups, layout.config.schedule.max_live_prefixes)
-
-
 def plan_memory(layout: Layout, *, num_groups: int | None = None, steps: Sequence[int] | None = None) -> MemoryPlan:
     """Bytes by item of every pipeline rank.
 
     Args:
-        num_groups: groups of a step that share a rank's schedule; None: the layout's own.
+        num_groups: groups of a step that share a rank's schedule; None: the layout's own. Those beyond the prefixes
+            that live at once find a rank as it was, and are not planned.
         steps: as `kept_prefixes` takes them.
 
     Raises:
         RefusedError: a layout that does not cut the model or the GPUs.
     """
     p = layout.config.parallel
-    report = layout.step_plan(num_groups or _live_groups(layout)).report
+    num_groups = num_groups or layout.num_groups
+    report = layout.step_plan(min(num_groups, layout.config.schedule.max_live_prefixes)).report
     per_stage = layout.num_gpus // p.pp
     stages = []
     for pp_rank in range(p.pp):

@@ -31,7 +31,7 @@ class Budget:
     def plans(self, config: Config) -> list[MemoryPlan]:
         """Of the groups of a pass over the rollouts that take most."""
         dp = Layout(config, self.workloads[0], self.num_gpus).dp
-        num_groups = min(-(-len(self.workloads) // dp), config.schedule.max_live_prefixes)
+        num_groups = -(-len(self.workloads) // dp)
         # the longest prompt leaves the most state, the longest responses the largest graph
         chosen = {
             max(self.workloads, key=lambda workload: workload.prompt_length),

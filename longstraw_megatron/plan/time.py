@@ -59,15 +59,16 @@ class TimePlan:
     reduce: float
     optimizer: float
     report: PlanReport
+    reuses: bool  # whether state is kept for later steps
 
     @property
     def step(self) -> float:
         return self.makespan + self.reduce + self.optimizer
 
     @property
-    def reusing_step(self) -> float:
+    def reusing_step(self) -> float | None:
         """Of one that finds the state of an earlier step (`state.reuse_steps`): no prefill, the bubble as it was."""
-        return self.step - self.phases.get(PHASES[Op.PREFILL], 0.0)
+        return self.step - self.phases.get(PHASES[Op.PREFILL], 0.0) if self.reuses else None
 
 
 class _Rates:
@@ -254,4 +255,5 @@ def plan_time(layout: Layout, memory: MemoryPlan) -> TimePlan:
         reduce=max(_reduce_seconds(layout, stage.parameters) for stage in memory.stages),
         optimizer=max(_optimizer_seconds(layout, stage) for stage in memory.stages),
         report=report,
+        reuses=layout.config.state.reuse_steps > 0,
     )

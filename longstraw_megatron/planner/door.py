@@ -111,11 +111,10 @@ def plan_layout(config: Config, num_gpus: int, run_dir: Path) -> int:
     step, budget = plan_time(layout, memory), device_bytes(config, num_gpus)
     as_json = config.format == "json"
     if not as_json:
-        reuses = config.state.reuse_steps > 0
         parts = (
             describe(layout),
             format_memory(memory, budget, ranks_of_node(layout)),
-            format_time(step, reuses=reuses),
+            format_time(step),
         )
         print("\n\n".join(parts), flush=True)
     result, seconds = None, 0.0

@@ -83,12 +83,12 @@ def format_memory(memory: MemoryPlan, budget: float, node_size: int) -> str:
     return "\n".join(lines)
 
 
-def format_time(time: TimePlan, *, reuses: bool = False) -> str:
-    """Seconds by phase and by kind of work, of the busiest rank; `reuses`: also of a step with the state of another."""
+def format_time(time: TimePlan) -> str:
+    """Seconds by phase and by kind of work, of the busiest rank."""
     rows = [(name, seconds) for name, seconds in time.phases.items()]
     rows += [("waiting (bubble)", time.makespan - sum(time.phases.values())), ("reduction of gradients", time.reduce)]
     rows += [("optimizer", time.optimizer), ("step", time.step)]
-    if reuses:
+    if time.reusing_step is not None:
         rows.append(("step that reuses the state, drift not checked", time.reusing_step))
     work = sorted(time.work.items(), key=lambda pair: -pair[1])
     return format_table(rows, ("phase", "seconds")) + "\n\n" + format_table(work, ("of which", "seconds"))

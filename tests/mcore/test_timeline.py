@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups
+from harness import Layout, build_learner, fill_from_hf, make_groups, prompt_groups, recorded_actions
 from oracle import make_model, qwen_config
 
 from longstraw_megatron.mcore.monitor import Monitor
@@ -43,14 +43,7 @@ def _run(rank, world_size, layout, hf, weights, groups, unit_s, score):
     fill_from_hf(learner.chunks, hf, weights, context.groups)
     monitor = PacedMonitor(context.device)
     learner.monitor = learner.engine.monitor = monitor
-    executed = []
-    run = learner.engine.run
-
-    def spy(actions, works, **kwargs):
-        executed[:] = actions
-        return run(actions, works, **kwargs)
-
-    learner.engine.run = spy
+    executed = recorded_actions(learner)
     work = learner.score if score else learner.compute_gradients
     monitor.seconds = {}
     if unit_s:

@@ -218,19 +218,47 @@ def test_a_process_that_takes_too_long_is_ended(worker, tmp_path):
     assert _is_gone(tmp_path)
 
 
-def test_the_process_ends_with_the_one_that_began_it(tmp_path):
+def _ends(pid: int) -> bool:
+    """Whether a process that is not ours ends within a minute."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def test_a_process_that_waits_ends_with_the_one_that_began_it(tmp_path):
     """However that ends: by a signal that nobody can answer, here."""
-    job = "from longstraw_megatron.plan.dry_run_worker import end_with_parent as end; end()\n"
+    job = (
+        "import os\nfrom longstraw_megatron.plan.dry_run_worker import end_with_parent\nend_with_parent(os.getppid())\n"
+    )
     (tmp_path / "worker.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{job}{SLEEPER}")
     starts = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'worker.py')!r}])"
     with subprocess.Popen([sys.executable, "-c", starts]) as parent:
         while not (tmp_path / "pid").exists():
             time.sleep(0.05)
         parent.kill()
-    end = time.monotonic() + 60
-    while not _is_gone(tmp_path) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert _is_gone(tmp_path)
+    assert _ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_dry_run_ends_with_a_command_that_is_killed_at_once():
+    """The real process, at its imports; its job would come by a pipe that stays open here."""
+    starts = (
+        f"import os, subprocess, sys; command = [sys.executable, '-m', {dry_run_module.WORKER!r}, str(os.getpid())]"
+    )
+    starts += "; process = subprocess.Popen(command); print(process.pid, flush=True); process.wait()"
+    read, write = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=read, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    ended = _ends(pid)
+    os.close(read)
+    os.close(write)
+    assert ended
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import recorded_actions
 from measured import layout_of
 
 from longstraw_megatron.bench.workload import make_groups
@@ -85,14 +86,7 @@ def _executed(rank, world_size, words):
     context = init_parallel(config.parallel, device=torch.device("cpu"), seed=1, timeout_s=240)
     groups = make_groups(config, 2)
     learner = build_trainer(config, groups, context).learner
-    executed = []
-    run = learner.engine.run
-
-    def spy(actions, works, **kwargs):
-        executed[:] = actions
-        return run(actions, works, **kwargs)
-
-    learner.engine.run = spy
+    executed = recorded_actions(learner)
     learner.compute_gradients(groups)
     return executed
 

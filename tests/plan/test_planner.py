@@ -134,6 +134,7 @@ def test_a_step_that_reuses_the_state_has_no_prefill(tmp_path, capsys):
     words = [*SMALL, "gradient=detached", "state.reuse_steps=2", "hardware=h100", f"run_dir={tmp_path}"]
     time = _tree(capsys, words)["time"]
     assert time["reusing_step_seconds"] == pytest.approx(time["step_seconds"] - time["phases"]["prefill"])
+    assert _tree(capsys, [word for word in words if "reuse" not in word])["time"]["reusing_step_seconds"] is None
     main(words)
     assert "step that reuses the state" in capsys.readouterr().out
 
